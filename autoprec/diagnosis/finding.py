@@ -1,0 +1,76 @@
+"""Finding, Diagnosis and Rule: the nouns of `diagnosis/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoprec.evidence import Evidence, Place
+from autoprec.noun import Noun
+
+if TYPE_CHECKING:
+    from autoprec.policy import Limits
+
+__all__ = ["Diagnosis", "Finding", "NotRun", "Rule"]
+
+
+class Finding(Noun):
+    """A failure mode that a rule recognised, with the numbers it rests on."""
+
+    mode: str
+    because: str
+    """One sentence with numbers."""
+    where: Place | None = None
+    op: str | None = None
+    ruled_out: tuple[str, ...] = ()
+    """What it would look like if it were something else, and that it does not."""
+    suggestion: str | None = None
+    """What to change in the user's own code or data, where only that helps."""
+    evidence: dict[str, float | int | str | None] = {}
+    """The numbers, by name."""
+    confidence: float = 1.0
+    """0 to 1: 1 where the evidence shows the fault itself, less where it was inferred."""
+    repairable: bool = True
+    """False: no setting can cure it; the ladder is not walked."""
+    consequence_of: str | None = None
+    """Mode of the primary finding that explains this one."""
+
+
+class NotRun(Noun):
+    """A check that could not be made, and why."""
+
+    mode: str
+    why: str
+
+
+class Diagnosis(Noun):
+    """Ranked findings: the first is the cause, the rest are its consequences or stand beside it."""
+
+    findings: tuple[Finding, ...] = ()
+    not_run: tuple[NotRun, ...] = ()
+
+    @property
+    def primary(self) -> Finding | None:
+        """The finding to act on; None if nothing was found."""
+        return self.findings[0] if self.findings else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Evidence in, finding out.
+
+    Args:
+        mode: the failure mode it recognises.
+        needs: evidence that it reads ("configuration", "data", "scale_search", "fidelity", "leg:main", "leg:fp32", …).
+        check: returns a Finding, or None if the evidence speaks against the mode.
+        relevant: whether the needed evidence is worth gathering, judged on what is there already; the runner
+            calls it before it pays for a missing leg. Default: always.
+        doc: what `autoprec explain MODE` prints; the rule's module docstring.
+    """
+
+    mode: str
+    needs: tuple[str, ...]
+    check: Callable[[Evidence, Limits], Finding | None]
+    doc: str
+    relevant: Callable[[Evidence, Limits], bool] = lambda _evidence, _limits: True

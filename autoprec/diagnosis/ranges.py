@@ -1,0 +1,55 @@
+"""The four rules of leaving half's range differ in phase and direction only; this is what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoprec.diagnosis.finding import Finding
+from autoprec.diagnosis.sixteen_bit import kind, numbers, precision_fault
+from autoprec.evidence import Evidence
+from autoprec.policy import Limits
+
+__all__ = ["range_check"]
+
+
+def range_check(
+    mode: str, phase: str, direction: str, suggestions: tuple[tuple[str, str], ...]
+) -> Callable[[Evidence, Limits], Finding | None]:
+    """A check for an origin in `phase` whose value went in `direction`.
+
+    Args:
+        mode: failure mode of the finding.
+        phase: "forward" or "loss".
+        direction: "overflow" or "underflow".
+        suggestions: (part of the op's name, what to write instead), the first that matches is given.
+    """
+
+    def check(evidence: Evidence, _limits: Limits) -> Finding | None:
+        origin, main, twin = precision_fault(evidence), evidence.main, evidence.legs.get("fp32")
+        if origin is None or main is None or twin is None or origin.phase != phase or kind(origin) != direction:
+            return None
+        step = main.failure.step if main.failure else 0
+        op = origin.operation
+        return Finding(
+            mode=mode,
+            because=f"at step {step} {numbers(origin)}",
+            where=origin.place,
+            op=op.op,
+            ruled_out=(
+                f"not the model or the data: fp32 is finite on the same batch and made {len(twin.steps)} steps",
+                f"not a value handed on: the op's inputs are finite ({op.input_max:.4g} at most)"
+                if op.input_max is not None
+                else "not a value handed on: the op's inputs are finite",
+            ),
+            suggestion=next((text for part, text in suggestions if part in op.op), None),
+            evidence={
+                "step": step,
+                "input_max": op.input_max,
+                "fp32_output_max": origin.fp32.output_max if origin.fp32 else None,
+                "input_zeros": op.input_zeros,
+                "fp32_input_min": origin.fp32.input_min if origin.fp32 else None,
+            },
+            confidence=1.0 if origin.fp32 is not None else 0.7,
+        )
+
+    return check

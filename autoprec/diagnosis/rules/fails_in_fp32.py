@@ -1,0 +1,60 @@
+"""The model or the loss fails in fp32 too, and no smaller learning rate helps: precision is not the cause.
+
+Looks like   NaN in every precision on the same batch: log(0), 0/0, the deviation of one sample, a root of zero in the
+             backward pass. fp16 often survives it longer, as its scaler skips the step.
+Not this     bad data (`nonfinite_data`, `invalid_targets`), or an lr that is too high (`lr_divergence`).
+"""
+
+from __future__ import annotations
+
+from autoprec.diagnosis.finding import Finding, Rule
+from autoprec.diagnosis.fp32 import LOWER_LR, at, fp32_fails, may_be_lr
+from autoprec.evidence import Evidence
+from autoprec.policy import Limits
+from autoprec.verify import trains
+
+_ADVICE = (
+    ("log", "log of zero: use logsumexp in place of log(sum(exp)), or an epsilon inside the log"),
+    ("sqrt", "root of zero (its gradient is infinite): put an epsilon inside the root"),
+    ("norm", "the gradient of a norm at zero is not defined: put an epsilon inside"),
+    ("std", "deviation of a single value: use drop_last=True, or skip it for one sample"),
+    ("var", "variance of a single value: use drop_last=True, or skip it for one sample"),
+    ("div", "division by zero: put an epsilon in the denominator"),
+    ("exp", "exp overflows: subtract the maximum first"),
+    ("pow", "a power overflows or divides by zero: check the base"),
+)
+
+
+def check(evidence: Evidence, limits: Limits) -> Finding | None:
+    """fp32 fails, and neither a smaller lr nor anything known about the data explains it."""
+    twin = evidence.twin
+    if twin is None or not fp32_fails(evidence, limits):
+        return None
+    if any((leg := evidence.legs.get(name)) is not None and trains(leg, limits) for name, _ in LOWER_LR):
+        return None
+    origin, failure = twin.origin, twin.failure
+    op = origin.operation.op if origin else None
+    tried = [name for name, _ in LOWER_LR if name in evidence.legs]
+    made = f": {op} makes the first non-finite value" if op else ""
+    return Finding(
+        mode=RULE.mode,
+        because=f"fp32 fails as well: {at(twin)}{made}",
+        where=origin.place if origin else (failure.place if failure else None),
+        op=op,
+        ruled_out=("not 16-bit arithmetic: fp32 is not finite either",)
+        + ((f"not the lr: {' and '.join(tried)} fail too",) if tried else ()),
+        suggestion=next((text for part, text in _ADVICE if op and part in op), None),
+        evidence={"step": failure.step if failure else None},
+        repairable=False,
+    )
+
+
+RULE = Rule(
+    mode="fails_in_fp32",
+    needs=("leg:main", "leg:fp32"),
+    check=check,
+    doc=__doc__ or "",
+    # Waits for the legs at a smaller lr where these could make a difference.
+    relevant=lambda e, limits: fp32_fails(e, limits)
+    and (not may_be_lr(e) or all(name in e.legs for name, _ in LOWER_LR)),
+)

@@ -1,0 +1,43 @@
+"""The targets cannot be what the loss expects.
+
+Looks like   class labels out of range (an index error on a CPU, a lost context on CUDA), or batches in which every
+             label is the loss's `ignore_index`: the mean over nothing is NaN, in every precision.
+Not this     a finite loss on valid labels that overflows (see `loss_overflow`).
+"""
+
+from __future__ import annotations
+
+from autoprec.diagnosis.finding import Finding, Rule
+from autoprec.evidence import Evidence
+from autoprec.policy import Limits
+
+
+def check(evidence: Evidence, _limits: Limits) -> Finding | None:
+    """Labels outside the classes, or a failing batch without any counted label."""
+    data, main = evidence.data, evidence.main
+    if data is None or main is None:
+        return None
+    for t in data.targets:
+        if t.out_of_range:
+            return Finding(
+                mode=RULE.mode,
+                because=f"{t.out_of_range} labels of {t.name} lie outside 0 to {(t.classes or 0) - 1} "
+                f"(seen: {t.min:g} to {t.max:g}), the model predicts {t.classes} classes",
+                suggestion="map the labels to 0 … n_classes - 1, or give the model as many outputs as there are classes",
+                evidence={"min": t.min, "max": t.max, "classes": t.classes},
+                repairable=False,
+            )
+        if t.all_ignored_batches and main.failure is not None:
+            return Finding(
+                mode=RULE.mode,
+                because=f"in batch {t.all_ignored_batches[0]} every label is the loss's ignore_index: the mean over "
+                "no label is NaN by design",
+                ruled_out=("not 16-bit arithmetic: the same batch gives NaN in fp32",),
+                suggestion="drop samples without labels, or divide the summed loss by max(1, number of labels)",
+                evidence={"batches": str(t.all_ignored_batches)},
+                repairable=False,
+            )
+    return None
+
+
+RULE = Rule(mode="invalid_targets", needs=("data", "leg:main"), check=check, doc=__doc__ or "")

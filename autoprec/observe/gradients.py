@@ -1,0 +1,119 @@
+"""Gradients in 16 bits beside fp32: which loss scales work, and what is lost at one of them.
+
+Both measure kept training batches from the weights as they are, without stepping and without touching `.grad`.
+`search_scale` costs one forward and about six backward passes per batch; `fidelity` two of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoprec.evidence import Fidelity, ParameterFidelity, Precision, ScaleSearch
+from autoprec.observe.origin import Replay, trace
+from autoprec.observe.tensors import all_finite
+
+if TYPE_CHECKING:
+    from fastai.learner import Learner
+
+__all__ = ["Batch", "fidelity", "search_scale"]
+
+Batch = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+_HIGHEST, _LOWEST = 24, -14
+"""Exponents of the scales tried: fastai's own ceiling for dynamic scales, and half's smallest normal number."""
+
+
+def _replay(learn: Learner, batch: Batch) -> Replay:
+    learn.xb, learn.yb, learn.pred = batch[0], batch[1], None
+    return Replay.capture(learn)
+
+
+def _loss(replay: Replay, precision: Precision) -> Tensor:
+    with replay.precision(precision):
+        return replay.loss(replay.predict())
+
+
+def _gradients(loss: Tensor, params: list[Tensor], scale: float, *, retain: bool) -> list[Tensor | None]:
+    return list(torch.autograd.grad(loss * scale, params, allow_unused=True, retain_graph=retain))
+
+
+def search_scale(learn: Learner, batches: Sequence[Batch], precision: Precision = "fp16") -> ScaleSearch:
+    """Find the largest power of two that keeps the gradients of every batch finite, by bisection.
+
+    Args:
+        learn: the learner, in training mode, with its loss function.
+        batches: (inputs, targets) pairs as the model got them.
+        precision: "fp16".
+
+    Returns:
+        The search; `largest_finite` is None where even 2**-14 overflows (or the loss itself is not finite).
+    """
+    params = [p for p in learn.model.parameters() if p.requires_grad]
+    best: int | None = _HIGHEST
+    for batch in batches:
+        replay = _replay(learn, batch)
+        with replay.again():
+            loss = _loss(replay, precision)
+            best = _bisect(loss, params, best)
+        if best is None:
+            origin = trace(replay, precision, scale=2.0**_LOWEST)
+            return ScaleSearch(
+                largest_finite=None, smallest_tried=2.0**_LOWEST, batches=len(batches), origin=origin
+            )
+    return ScaleSearch(
+        largest_finite=None if best is None else 2.0**best, smallest_tried=2.0**_LOWEST, batches=len(batches)
+    )
+
+
+def _bisect(loss: Tensor, params: list[Tensor], ceiling: int | None) -> int | None:
+    if ceiling is None or not loss.requires_grad:
+        return ceiling
+
+    def finite(exponent: int) -> bool:
+        return all_finite([g for g in _gradients(loss, params, 2.0**exponent, retain=True) if g is not None])
+
+    low, high = _LOWEST, ceiling
+    if finite(high):
+        return high
+    if not finite(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if finite(middle) else (low, middle)
+    return low
+
+
+def fidelity(learn: Learner, batch: Batch, precision: Precision, scale: float) -> Fidelity:
+    """Compare each parameter's gradient in 16 bits (loss times `scale`, divided out again) with fp32's.
+
+    A parameter without gradient in either is left out. NaN in a 16-bit gradient gives NaN figures.
+    """
+    named = [(n, p) for n, p in learn.model.named_parameters() if p.requires_grad]
+    params = [p for _, p in named]
+    replay = _replay(learn, batch)
+    with replay.again():
+        loss16 = _loss(replay, precision)
+        g16 = _gradients(loss16, params, scale, retain=False)
+    with replay.again():
+        loss32 = _loss(replay, "fp32")
+        g32 = _gradients(loss32, params, 1.0, retain=False)
+    rows = [
+        _compare(name, a.double() / scale, b.double())
+        for (name, _), a, b in zip(named, g16, g32, strict=True)
+        if a is not None and b is not None
+    ]
+    return Fidelity(scale=scale, parameters=tuple(rows), loss_16=float(loss16), loss_32=float(loss32))
+
+
+def _compare(name: str, a: Tensor, b: Tensor) -> ParameterFidelity:
+    """`a` in 16 bits, `b` in fp32, both in float64."""
+    size_a, size_b = float(a.norm()), float(b.norm())
+    flushed = float(((a == 0) & (b != 0)).sum()) / a.numel() if a.numel() else 0.0
+    cosine = float((a * b).sum()) / (size_a * size_b) if size_a and size_b else float(size_a == size_b)
+    error = float((a - b).norm()) / size_b if size_b else math.nan
+    return ParameterFidelity(name=name, flushed=flushed, cosine=cosine, relative_error=error)

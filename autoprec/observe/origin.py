@@ -1,0 +1,390 @@
+"""Where the first non-finite value of a step was made: the op, its module, the user's line.
+
+The failing batch is run once more from the state before it (weights have not moved yet; buffers and random
+generators are put back) under a dispatch mode that looks at what every op returns. The first op that gets
+finite values and returns a non-finite one is a *candidate*. An attention mask of -inf is one too, and is
+meant: so the same batch runs in fp32, and the origin is the first candidate that is finite there. A fault
+that fp32 shares has no such candidate; then it is the first that is not a plain fill with infinity.
+
+Costs one instrumented step per precision, when something has already failed; nothing before.
+
+What it cannot see: inside one fused kernel (an LSTM, a flash attention), and code that runs in C++ threads
+of its own. The place is then the call of the kernel.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+import fastai
+import fastcore
+import torch
+from fastai.callback.fp16 import MixedPrecision
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoprec import emulation
+from autoprec.evidence import Fp32Value, Operation, Origin, Place, Precision
+from autoprec.observe.tensors import floating
+from autoprec.precision import DTYPES
+
+if TYPE_CHECKING:
+    from fastai.learner import Learner
+
+__all__ = ["Replay", "place_of_exception", "trace"]
+
+_HERE = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple(
+    str(Path(p).resolve()) + os.sep for p in (*torch.__path__, *fastai.__path__, *fastcore.__path__, _HERE)
+)
+# They return what they are given, or memory that nobody has written yet.
+_NOT_MAKERS = re.compile(r"aten\.(empty|new_empty|resize|set_|_efficientzerotensor)")
+_FILLS = re.compile(r"aten\.(masked_fill|fill|full|new_full|where|scalar_tensor|full_like|lift_fresh|scatter|index_put)")
+_CASTS = re.compile(r"aten\.(_to_copy|to|copy_|clone|detach|t|view|_unsafe_view|reshape|expand|permute|transpose|"
+                    r"unsqueeze|squeeze|alias|as_strided|slice|select)\b")  # fmt: skip
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+@dataclass
+class Replay:
+    """One batch and the state before its forward pass, so that it can be computed again.
+
+    Attributes:
+        learn: the learner, inside its fit.
+        xb, yb: the batch as the model and the loss got it.
+        generators: torch's generator states before the forward pass.
+        buffers: copies of the model's buffers before the forward pass.
+    """
+
+    learn: Learner
+    xb: tuple[Any, ...]
+    yb: tuple[Any, ...]
+    generators: tuple[Tensor, list[Tensor]]
+    buffers: dict[str, Tensor]
+
+    @classmethod
+    def capture(cls, learn: Learner) -> Replay:
+        """Keep what the coming forward pass will change; cheap (buffers and generator states)."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        buffers = {n: b.detach().clone() for n, b in learn.model.named_buffers()}
+        return cls(learn, tuple(learn.xb), tuple(learn.yb), (torch.get_rng_state(), cuda), buffers)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run the block from the state before the forward pass; the present state comes back afterwards."""
+        now = Replay.capture(self.learn)
+        pred = self.learn.pred
+        self._put_back()
+        try:
+            yield
+        finally:
+            now._put_back()
+            self.learn.pred = pred
+
+    def _put_back(self) -> None:
+        torch.set_rng_state(self.generators[0])
+        if self.generators[1]:
+            torch.cuda.set_rng_state_all(self.generators[1])
+        with torch.no_grad():
+            for name, buffer in self.learn.model.named_buffers():
+                if name in self.buffers:
+                    buffer.copy_(self.buffers[name])
+
+    def predict(self) -> Any:
+        """The forward pass with what the user's callbacks do to the prediction."""
+        learn = self.learn
+        learn.pred = learn.model(*self.xb)
+        for cb in learn.cbs.sorted("order"):
+            if not isinstance(cb, MixedPrecision) and not type(cb).__module__.startswith("autoprec."):
+                cb("after_pred")
+        learn.pred = _to_float(learn.pred)
+        return learn.pred
+
+    def loss(self, pred: Any) -> Tensor:
+        """The loss of a prediction of `predict`."""
+        loss: Tensor = self.learn.loss_func(pred, *self.yb)
+        return loss
+
+    def precision(self, precision: Precision) -> torch.autocast:
+        """Autocast for the replay, off for fp32."""
+        device = next(self.learn.model.parameters()).device.type
+        on = precision != "fp32"
+        return torch.autocast(device, dtype=DTYPES[precision] if on else None, enabled=on)
+
+
+def _to_float(value: Any) -> Any:
+    from fastai.torch_core import to_float
+
+    return to_float(value)
+
+
+@dataclass
+class _Seen:
+    """One op that was watched: where, what, and its sizes if they were worth reading."""
+
+    key: tuple[Any, ...]
+    phase: str
+    place: Place
+    op: str
+    args: Any = None
+    out: Any = None
+    fills: bool = False
+    sizes: Operation | None = None
+
+    def measured(self) -> _Seen:
+        """Read the sizes now: an op in place may overwrite them later."""
+        self.sizes = self.operation()
+        self.args = self.out = None
+        return self
+
+    def operation(self) -> Operation:
+        if self.sizes is not None:
+            return self.sizes
+        ins = floating(self.args)
+        sizes = [_sizes(t) for t in ins]
+        return Operation(
+            op=self.op,
+            inputs=tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in ins),
+            input_max=max((s[1] for s in sizes), default=None),
+            input_min=min((s[0] for s in sizes), default=None),
+            input_zeros=sum(s[2] for s in sizes),
+            output_max=_peak(self.out),
+        )
+
+
+def _sizes(t: Tensor) -> tuple[float, float, int]:
+    """(smallest, largest finite magnitude, number of zeros)."""
+    size = t.abs()
+    finite = size[torch.isfinite(size)]
+    if not finite.numel():
+        return math.inf, math.inf, 0
+    return float(finite.min()), float(finite.max()), int((finite == 0).sum())
+
+
+def _peak(out: Any) -> float | None:
+    found = floating(out)
+    if not found:
+        return None
+    peaks = [float(t.abs().max()) for t in found]
+    return math.nan if any(math.isnan(p) for p in peaks) else max(peaks)
+
+
+@dataclass
+class _Watcher(TorchDispatchMode):
+    """Looks at each op's result. `wanted` asks for the sizes at one key instead of looking for trouble."""
+
+    names: dict[int, str]
+    classes: dict[int, str]
+    wanted: tuple[Any, ...] | None = None
+    candidates: list[_Seen] = field(default_factory=list)
+    found: _Seen | None = None
+    watched: int = 0
+    phase: Literal["forward", "loss", "backward"] = "forward"
+    stack: list[int] = field(default_factory=list)
+    counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    modules_at: dict[tuple[str | None, int | None], tuple[str | None, str | None]] = field(default_factory=dict)
+    last_compute: _Seen | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.watched += 1
+        name = f"aten.{func._overloadpacket.__name__}"
+        if _NOT_MAKERS.match(name):
+            return out
+        seen = self._seen(name, (args, kwargs or {}), out)
+        if self.wanted is not None:
+            if seen.key == self.wanted and self.found is None:
+                self.found = _Seen(seen.key, seen.phase, seen.place, seen.op, seen.args, seen.out).measured()
+        elif len(self.candidates) < 64:
+            made = floating(out)
+            # An op in place has already overwritten its input: what it wrote is not what it read.
+            read = [t for t in floating(seen.args) if all(t.data_ptr() != o.data_ptr() for o in made)]
+            bad = made and not all(bool(torch.isfinite(t).all()) for t in made)
+            if bad and all(bool(torch.isfinite(t).all()) for t in read):
+                fills = bool(_FILLS.match(seen.op))
+                self.candidates.append(_Seen(seen.key, seen.phase, seen.place, seen.op, seen.args, out, fills).measured())
+        return out
+
+    def _seen(self, name: str, args: Any, out: Any) -> _Seen:
+        place, is_cast = self._place(), bool(_CASTS.match(name))
+        op = name
+        if is_cast and self.last_compute is not None and self.last_compute.place == place:
+            # Emulated half arithmetic computes in fp32 and rounds: what overflows in the rounding is the op before.
+            before = self.last_compute
+            if self.phase == "backward" or emulation.current_op() is not None:
+                return _Seen(before.key, self.phase, place, before.op, before.args, out)
+        identity = (self.phase, place.file, place.line, place.module, op)
+        if not is_cast:
+            self.counts[identity] += 1
+        seen = _Seen((*identity, self.counts[identity]), self.phase, place, op, args, out)
+        if not is_cast:
+            self.last_compute = seen
+        return seen
+
+    def _place(self) -> Place:
+        module = self.stack[-1] if self.stack else None
+        path = self.names.get(module) if module is not None else None
+        cls = self.classes.get(module) if module is not None else None
+        if self.phase == "backward":
+            where = _frame_of_node()
+            path, cls = self.modules_at.get((where.file, where.line), (None, None))
+            return where.model_copy(update={"module": path, "module_class": cls})
+        where = _user_frame(sys._getframe(2))
+        where = where.model_copy(update={"module": path, "module_class": cls})
+        self.modules_at.setdefault((where.file, where.line), (path, cls))
+        return where
+
+
+def _user_frame(frame: FrameType | None) -> Place:
+    """The innermost frame that is not of torch, fastai or autoprec; nothing beyond the replay itself."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == __file__ and frame.f_code.co_name in ("predict", "loss"):
+            break
+        if not file.startswith(("<", *_LIBRARIES)) and not Path(file).resolve().as_posix().startswith(_LIBRARIES):
+            return _place_at(file, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return Place()
+
+
+def _frame_of_node() -> Place:
+    """The forward line that made the backward node now running (recorded by anomaly mode)."""
+    node = torch._C._current_autograd_node()
+    lines = node.metadata.get("traceback_", []) if node is not None else []
+    for entry in reversed(lines):
+        found = _FRAME.search(entry)
+        if found is None:
+            continue
+        file = found["file"]
+        if file == __file__ and found["function"] in ("predict", "loss"):
+            break
+        if not file.startswith(("<", *_LIBRARIES)):
+            return _place_at(file, int(found["line"]), found["function"])
+    return Place()
+
+
+def _place_at(file: str, line: int, function: str) -> Place:
+    path = Path(file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    source = linecache.getline(file, line).strip() or None
+    return Place(file=str(shown), line=line, source=source, function=function)
+
+
+def place_of_exception(error: BaseException) -> Place:
+    """The innermost frame of an exception that is not of torch, fastai or autoprec."""
+    place, tb = Place(), error.__traceback__
+    while tb is not None:
+        file = tb.tb_frame.f_code.co_filename
+        if not file.startswith(("<", *_LIBRARIES)):
+            place = _place_at(file, tb.tb_lineno, tb.tb_frame.f_code.co_name)
+        tb = tb.tb_next
+    return place
+
+
+@contextmanager
+def _module_stack(watcher: _Watcher) -> Iterator[None]:
+    """Know which module runs, through torch's global hooks: the model itself is not touched."""
+    known = watcher.names
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        if id(module) in known:
+            watcher.stack.append(id(module))
+
+    def leave(module: nn.Module, _args: Any, _out: Any) -> None:
+        if watcher.stack and watcher.stack[-1] == id(module):
+            watcher.stack.pop()
+
+    pre = nn.modules.module.register_module_forward_pre_hook(enter)
+    post = nn.modules.module.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        pre.remove()
+        post.remove()
+
+
+def _watch(replay: Replay, precision: Precision, scale: float | None, wanted: tuple[Any, ...] | None) -> _Watcher:
+    """Run the batch once under a watcher; with `scale` the backward pass too, from the loss times that."""
+    model = replay.learn.model
+    named = list(model.named_modules())
+    watcher = _Watcher({id(m): n for n, m in named}, {id(m): type(m).__name__ for _, m in named}, wanted)
+    with ExitStack() as stack:
+        stack.enter_context(replay.again())
+        if scale is not None:
+            import warnings
+
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", UserWarning)  # anomaly mode announces that it is slow
+            stack.enter_context(torch.autograd.detect_anomaly(check_nan=False))
+        with replay.precision(precision), _module_stack(watcher), watcher:
+            pred = replay.predict()
+            watcher.phase = "loss"
+            watcher.stack.clear()
+            loss = replay.loss(pred)
+        if scale is not None and loss.requires_grad:
+            params = [p for p in model.parameters() if p.requires_grad]
+            watcher.phase = "backward"
+            with watcher:
+                torch.autograd.grad(loss * scale, params, allow_unused=True)
+    return watcher
+
+
+def trace(replay: Replay, precision: Precision, *, scale: float | None = None) -> Origin | None:
+    """Find the op that made the first non-finite value of a batch.
+
+    Args:
+        replay: the batch and the state before it.
+        precision: the precision in which it failed.
+        scale: loss scale; given, the backward pass is run and watched too.
+
+    Returns:
+        The origin, or None if nothing is non-finite when the batch is computed again. Autograd's `.grad` fields,
+        buffers and generators are as they were.
+    """
+    watcher = _watch(replay, precision, scale, None)
+    candidates = watcher.candidates
+    if not candidates:
+        return None
+    if precision == "fp32":
+        meant = [c for c in candidates if c.fills]
+        seen = next((c for c in candidates if c not in meant), candidates[0])
+        return _origin(seen, watcher, None)
+    for seen in candidates:
+        twin = _watch(replay, "fp32", scale, seen.key).found
+        value = _value(twin)
+        if value is None or value.finite:
+            return _origin(seen, watcher, value)
+    return _origin(candidates[0], watcher, _value(_watch(replay, "fp32", scale, candidates[0].key).found))
+
+
+def _value(seen: _Seen | None) -> Fp32Value | None:
+    if seen is None:
+        return None
+    op = seen.operation()
+    peak = op.output_max
+    return Fp32Value(
+        input_max=op.input_max,
+        input_min=op.input_min,
+        input_zeros=op.input_zeros,
+        output_max=peak,
+        finite=peak is None or math.isfinite(peak),
+    )
+
+
+def _origin(seen: _Seen, watcher: _Watcher, twin: Fp32Value | None) -> Origin:
+    phase: Any = seen.phase
+    return Origin(phase=phase, place=seen.place, operation=seen.operation(), fp32=twin, ops_watched=watcher.watched)

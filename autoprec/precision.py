@@ -1,0 +1,175 @@
+"""Which precision a learner carries, what this device can do, and fastai's MixedPrecision on any device.
+
+fastai's own `MixedPrecision` says `autocast('cuda')` and `GradScaler('cuda')`, so away from CUDA it warns
+and does nothing. `DevicePrecision` is the same callback bound to another device type. It lives in a learner
+only while a leg or a guarded fit runs; what the user gets back is fastai's own class, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
+from fastcore.foundation import L
+
+from autoprec import emulation
+from autoprec.evidence import Precision
+
+if TYPE_CHECKING:
+    from fastai.learner import Learner
+
+__all__ = [
+    "DTYPES",
+    "Availability",
+    "DevicePrecision",
+    "Setting",
+    "attached",
+    "availability",
+    "carried",
+    "device_type",
+    "stock_callback",
+]
+
+DTYPES: Mapping[Precision, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class DevicePrecision(MixedPrecision):  # type: ignore[misc]  # fastai ships no types
+    """fastai's MixedPrecision with the device type as an argument; everything after `before_fit` is fastai's."""
+
+    name = "mixed_precision"
+
+    def __init__(self, precision: Precision, device_type: str, **kwargs: Any) -> None:
+        super().__init__(amp_mode=AMPMode(precision), **kwargs)
+        self.device_type = device_type
+
+    def before_fit(self) -> None:
+        """Build autocast and scaler for the device."""
+        dtype = DTYPES[self.amp_mode.value]
+        self.kwargs["enabled"] = dtype == torch.float16
+        self.autocast = torch.autocast(self.device_type, dtype=dtype)
+        self.learn.scaler = torch.amp.GradScaler(self.device_type, **self.kwargs)
+        self.scales = L()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The precision of a leg or a fit.
+
+    Attributes:
+        precision: "fp16", "bf16" or "fp32".
+        scaler_kwargs: arguments of GradScaler (init_scale, growth_interval, …); ignored but for fp16.
+    """
+
+    precision: Precision
+    scaler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Availability:
+    """What 16-bit arithmetic a device offers.
+
+    Attributes:
+        fp16: fp16 autocast with a scaler does something here.
+        bf16: bf16 autocast does something here.
+        bf16_native: the device computes bf16 itself rather than through fp32.
+        reason: why something is missing; None where nothing is.
+    """
+
+    fp16: bool
+    bf16: bool
+    bf16_native: bool
+    reason: str | None = None
+
+
+def device_type(learn: Learner) -> str:
+    """Device type that the learner trains on ("cpu", "cuda", …): the loaders' device if they have one.
+
+    fastai moves the model to `dls.device` in `before_fit`, so the model's present place does not count.
+    """
+    device = getattr(learn.dls, "device", None)
+    if device is None:
+        device = next(learn.model.parameters()).device
+    return torch.device(device).type
+
+
+def availability(device: str, *, emulate_cuda: bool) -> Availability:
+    """Ask the device; never trust that a missing precision raises (away from CUDA fastai only warns)."""
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        native = torch.cuda.is_bf16_supported(including_emulation=False) and major >= 8
+        reason = None if native else f"compute capability {major}.{minor} has no bf16 units (8.0 has)"
+        return Availability(fp16=True, bf16=native or torch.cuda.is_bf16_supported(), bf16_native=native, reason=reason)
+    if device == "cpu" and emulate_cuda:
+        return Availability(fp16=True, bf16=True, bf16_native=True)
+    hint = "; emulate_cuda=True computes real 16-bit arithmetic on the CPU" if device == "cpu" else ""
+    reason = f"the learner is on {device!r}, where fastai's MixedPrecision does nothing{hint}"
+    return Availability(fp16=False, bf16=False, bf16_native=False, reason=reason)
+
+
+def carried(learn: Learner) -> tuple[list[Any], Setting | None]:
+    """The learner's precision callbacks in their order, and what the last added of them asks for.
+
+    Returns:
+        (callbacks, setting); setting is None where there is no callback.
+    """
+    callbacks = [cb for cb in learn.cbs if isinstance(cb, (MixedPrecision, NonNativeMixedPrecision))]
+    if not callbacks:
+        return [], None
+    last = callbacks[-1]
+    if not isinstance(last, MixedPrecision):
+        return callbacks, Setting("fp16")
+    kwargs = {k: v for k, v in last.kwargs.items() if k != "enabled"}  # before_fit writes "enabled" itself
+    return callbacks, Setting(AMPMode(last.amp_mode).value, kwargs)
+
+
+def stock_callback(setting: Setting) -> Any | None:
+    """fastai's own callback for a setting, as `to_fp16()` or `to_bf16()` would add it; None for fp32."""
+    if setting.precision == "fp32":
+        return None
+    kwargs = setting.scaler_kwargs if setting.precision == "fp16" else {}
+    return MixedPrecision(amp_mode=AMPMode(setting.precision), **kwargs)
+
+
+@contextmanager
+def attached(learn: Learner, setting: Setting) -> Iterator[None]:
+    """Run the block with exactly one precision callback, working on the learner's device (none for fp32).
+
+    The learner's own callbacks come back afterwards, in their places. Under emulation CUDA's op lists are in
+    force for the block.
+    """
+    device = device_type(learn)
+    theirs, _ = carried(learn)
+    before = list(learn.cbs)
+    ours = None
+    if setting.precision != "fp32":
+        if device == "cuda":
+            ours = stock_callback(setting)
+        else:
+            kwargs = setting.scaler_kwargs if setting.precision == "fp16" else {}
+            ours = DevicePrecision(setting.precision, device, **kwargs)
+    place = before.index(theirs[0]) if theirs else len(before)
+    for cb in theirs:
+        learn.remove_cb(cb)
+    if ours is not None:
+        learn.add_cb(ours)
+        # Callbacks of one order run in the list's order: ours stands where theirs stood.
+        learn.cbs.remove(ours)
+        learn.cbs.insert(place, ours)
+    try:
+        if device == "cpu" and setting.precision != "fp32":
+            with emulation.emulate_cuda():
+                yield
+        else:
+            yield
+    finally:
+        if ours is not None and ours in learn.cbs:
+            learn.remove_cb(ours)
+        for cb in before:
+            if cb in theirs:
+                learn.add_cb(cb)
+                learn.cbs.remove(cb)
+                learn.cbs.insert(min(before.index(cb), len(learn.cbs)), cb)

@@ -1,0 +1,49 @@
+"""The batch transform of `normalize_inputs` for loaders of plain tensors.
+
+It must survive `learn.export()` where autoprec is not installed. cloudpickle, with which fastai exports,
+stores a function by value if its module is `__main__`; so that is what these functions say of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["batch_normalizer"]
+
+
+def batch_normalizer(mean: Tensor, std: Tensor, before: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader's `after_batch` that normalizes the first floating input after what the loader did `before`.
+
+    Args:
+        mean, std: broadcastable to the input, as in `[1, C]` or `[1, C, 1, 1]`.
+        before: the loader's own `after_batch`.
+    """
+    # A bound no-op of the loader's class would drag the whole loader along into the export.
+    inner = before if not _is_noop(before) else None
+
+    def after_batch(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if inner is not None:
+            batch = inner(batch, *args, **kwargs)
+        done = False
+        out = []
+        for x in batch:
+            if not done and hasattr(x, "is_floating_point") and x.is_floating_point():
+                done = True
+                shape = [1] * x.ndim
+                if x.ndim > 1:
+                    shape[1] = -1
+                x = ((x.double() - mean.to(x.device).double().view(shape)) / std.to(x.device).double().view(shape)).to(x.dtype)
+            out.append(x)
+        return type(batch)(out)
+
+    after_batch.__module__ = "__main__"
+    return after_batch
+
+
+def _is_noop(function: Callable[..., Any]) -> bool:
+    from fastai.data.load import DataLoader
+
+    return getattr(function, "__func__", None) is DataLoader.after_batch

@@ -1,0 +1,64 @@
+"""What a remedy is: one change, made and unmade on a subject.
+
+A remedy never judges whether it helped: the detector that found the fault does, on a new probe. It says
+whether it applies, makes its change, and can take it back exactly. Values (weights, buffers, generators) are
+not its business; `Snapshot` puts these back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from autoprec.outcome import Change
+from autoprec.policy import RemedySettings
+
+if TYPE_CHECKING:
+    from fastai.learner import Learner
+
+    from autoprec.evidence import Evidence
+    from autoprec.precision import Setting
+    from autoprec.schedule import FitPlan
+
+__all__ = ["Remedy", "S", "Subject"]
+
+S = TypeVar("S", bound=RemedySettings)
+
+
+@dataclass
+class Subject:
+    """What remedies work on.
+
+    Attributes:
+        learn: the user's learner.
+        plan: the fit that is to be made.
+        setting: the precision it is to be made in.
+        emulate_cuda: 16-bit arithmetic is emulated on a CPU.
+        held: per remedy, objects that its undo needs and that are no JSON.
+    """
+
+    learn: Learner
+    plan: FitPlan
+    setting: Setting
+    emulate_cuda: bool = False
+    held: dict[str, Any] = field(default_factory=dict)
+
+
+class Remedy(ABC, Generic[S]):
+    """One rung of a ladder."""
+
+    name: ClassVar[str]
+    """As in the policy's `remedies` section."""
+
+    @abstractmethod
+    def obstacle(self, subject: Subject, evidence: Evidence, settings: S) -> str | None:
+        """Why the remedy cannot be used here, in a sentence; None if it can."""
+
+    @abstractmethod
+    def apply(self, subject: Subject, evidence: Evidence, settings: S) -> Change:
+        """Make the change. Called only where `obstacle` returned None; not twice without an `undo` between."""
+
+    @abstractmethod
+    def undo(self, subject: Subject, change: Change) -> None:
+        """Take the change back: everything but values is as it was before `apply`."""

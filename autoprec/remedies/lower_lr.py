@@ -1,0 +1,49 @@
+"""Lower the learning rate.
+
+Cures        a run that diverges in every precision.
+Costs        progress per step; too low a rate undertrains without any error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoprec.outcome import Change
+from autoprec.policy import LowerLr as Settings
+from autoprec.remedies.base import Remedy, Subject
+
+if TYPE_CHECKING:
+    from autoprec.evidence import Evidence
+
+__all__ = ["LowerLr"]
+
+
+class LowerLr(Remedy[Settings]):
+    """Multiply the planned lr by the (one) factor given; discriminative rates keep their ratios."""
+
+    name = "lower_lr"
+
+    def obstacle(self, subject: Subject, evidence: Evidence, settings: Settings) -> str | None:
+        if not settings.factors:
+            return "the policy gives no factors"
+        lowest = self._peak(evidence) * settings.factors[0]
+        if lowest < settings.floor:
+            return f"the lr would be {lowest:.3g}, below the policy's floor of {settings.floor:g}"
+        return None
+
+    def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
+        factor = settings.factors[0]
+        subject.held[self.name] = subject.plan
+        peak = self._peak(evidence)
+        subject.plan = subject.plan.scaled(factor)
+        return Change(
+            remedy=self.name, what="learning rate (peak)", before=peak, after=peak * factor, data={"factor": factor}
+        )
+
+    def undo(self, subject: Subject, change: Change) -> None:
+        subject.plan = subject.held.pop(self.name)
+
+    @staticmethod
+    def _peak(evidence: Evidence) -> float:
+        leg = evidence.twin or evidence.main
+        return max((s.lr for s in leg.steps), default=1.0) if leg else 1.0

@@ -1,0 +1,137 @@
+"""Is this leg healthy? The one judge, used on the user's run, on every attempt and on the finished fit.
+
+Healthy means: every loss finite, weights, buffers and validation finite, steps really taken, and no worse
+than the fp32 twin beyond noise. A finite last loss proves nothing: a run whose every step is skipped has one.
+
+Pure: evidence in, `Verdict` out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autoprec.evidence import Comparison, Evidence, Leg
+from autoprec.ledger import Skips
+from autoprec.outcome import Verdict
+
+if TYPE_CHECKING:
+    from autoprec.policy import Limits
+
+__all__ = ["compare", "describe_failure", "diverged", "excess", "judge", "trains", "worse"]
+
+
+def excess(loss: float, twin: float, start: float) -> float:
+    """(loss - twin) / max(|twin|, |start - twin|); 0 where all three are 0, NaN where one is NaN."""
+    scale = max(abs(twin), abs(start - twin))
+    if scale == 0.0:
+        return 0.0 if loss == twin else math.copysign(math.inf, loss - twin)
+    return (loss - twin) / scale
+
+
+def compare(main: Leg, twin: Leg, perturbed: Sequence[Leg] = (), *, same_steps: bool = True) -> Comparison:
+    """Put the main leg beside its twin; `perturbed` legs tell how much fp32 itself scatters."""
+    start = twin.steps[0].loss if twin.steps else math.nan
+    start_validation = start
+    spread = max((abs(excess(p.final_loss, twin.final_loss, start)) for p in perturbed), default=None)
+    validation = spread_validation = None
+    if main.validation_loss is not None and twin.validation_loss is not None:
+        validation = excess(main.validation_loss, twin.validation_loss, start_validation)
+        spread_validation = max(
+            (
+                abs(excess(p.validation_loss, twin.validation_loss, start_validation))
+                for p in perturbed
+                if p.validation_loss is not None
+            ),
+            default=None,
+        )
+    return Comparison(
+        excess=excess(main.final_loss, twin.final_loss, start),
+        excess_validation=validation,
+        spread=spread,
+        spread_validation=spread_validation,
+        same_steps=same_steps,
+    )
+
+
+def worse(comparison: Comparison, limits: Limits) -> str | None:
+    """The reason why the main leg is worse than its twin beyond noise, or None if it is not."""
+    for what, value, spread in (
+        ("training", comparison.excess, comparison.spread),
+        ("validation", comparison.excess_validation, comparison.spread_validation),
+    ):
+        if value is None:
+            continue
+        allowed = max(limits.worse_floor, limits.worse_spread * (spread or 0.0))
+        if not value <= allowed:
+            return f"the {what} loss is {value:.1%} above the fp32 twin's (noise allows {allowed:.1%})"
+    return None
+
+
+def diverged(leg: Leg, limits: Limits) -> bool:
+    """Whether the loss, though finite, ended far above where it began."""
+    if not leg.steps:
+        return False
+    first = leg.steps[0].loss
+    return leg.final_loss > first + (limits.divergence - 1) * max(abs(first), 1e-12)
+
+
+def trains(leg: Leg, limits: Limits) -> bool:
+    """Whether a leg stayed finite and its loss fell by at least the policy's least progress."""
+    if leg.failure is not None or not leg.steps or diverged(leg, limits):
+        return False
+    first = leg.steps[0].loss
+    return first - leg.final_loss >= limits.progress * max(abs(first), 1e-12)
+
+
+def describe_failure(leg: Leg) -> str:
+    """What went wrong first in a leg, in words."""
+    f = leg.failure
+    if f is None:
+        return "nothing failed"
+    if f.where == "exception":
+        return f"step {f.step} raised {f.error}"
+    names = f" ({', '.join(f.names[:3])})" if f.names else ""
+    return f"the {f.where}{names} is not finite at step {f.step}"
+
+
+def judge(evidence: Evidence, limits: Limits) -> Verdict:
+    """Judge the main leg.
+
+    Returns:
+        The verdict; its `excess` is the comparison's where there is one.
+    """
+    main = evidence.main
+    value = evidence.comparison.excess if evidence.comparison else None
+    if main is None or not main.steps and main.failure is None:
+        return Verdict(healthy=False, reason="no step was made")
+    reason = _unhealthy(main, evidence, limits)
+    if reason is not None:
+        return Verdict(healthy=False, reason=reason, excess=value)
+    taken = len(main.taken)
+    beside = f", loss {value:+.1%} beside the fp32 twin's" if value is not None else ""
+    return Verdict(
+        healthy=True,
+        reason=f"{taken} of {len(main.steps)} steps taken, all finite, loss {main.final_loss:.4g}{beside}",
+        excess=value,
+    )
+
+
+def _unhealthy(main: Leg, evidence: Evidence, limits: Limits) -> str | None:
+    if main.failure is not None:
+        return describe_failure(main)
+    if main.poisoned_buffers:
+        return f"buffers are not finite: {', '.join(main.poisoned_buffers[:3])}"
+    skips = Skips.of(main.steps)
+    planned = evidence.configuration.planned_steps
+    if skips.chronic(limits) or skips.share_of(planned) > limits.run_skip_rate:
+        return (
+            f"{skips.skipped} of {skips.attempted} steps were skipped ({skips.late} of the last "
+            f"{skips.late_attempted}) and the loss scale ended at {skips.last_scale:g}"
+        )
+    if diverged(main, limits):
+        return f"the loss rose from {main.steps[0].loss:.4g} to {main.final_loss:.4g}"
+    if evidence.comparison is not None:
+        return worse(evidence.comparison, limits)
+    return None
