@@ -342,6 +342,8 @@ class Evidence(Noun):
 
     def has(self, need: str) -> bool:
         """Whether the evidence named `need` was gathered ("leg:<name>", or the name of a field)."""
+        if need == "leg:fp32" and self.configuration.requested == "fp32":
+            need = "leg:main"
         if need.startswith("leg:"):
             return need[4:] in self.legs
         return getattr(self, need) is not None

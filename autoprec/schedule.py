@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import fastai.callback.schedule  # noqa: F401  # patches fit_one_cycle and the rest onto Learner
+
 from autoprec.errors import InputError
 
 if TYPE_CHECKING:

@@ -13,14 +13,15 @@ __all__ = ["count", "duration", "number", "scale", "setting", "share", "spec"]
 
 
 def number(value: float | None) -> str:
-    """Four digits at most: `0.1235`, `1.235e+08`, `NaN`, `-inf`; `-` for None."""
+    """Short: `0.1235`, `65504`, `1.235e+08`, `NaN`, `-inf`; `-` for None."""
     if value is None:
         return "-"
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
-    return f"{value:.4g}"
+    # The range of half and a little beyond is where overflows are discussed: in full, 65504 beside 131769.
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def scale(value: float | None) -> str:
@@ -32,7 +33,7 @@ def scale(value: float | None) -> str:
 
 
 def share(value: float) -> str:
-    """A share as a signed-free percentage of three digits at most: `12.5 %`."""
+    """A share in percent, three digits at most: `12.5 %`; a NaN stays `NaN`."""
     return f"{100 * value:.3g} %" if math.isfinite(value) else number(value)
 
 

@@ -278,8 +278,10 @@ def _event(file: Path, number: int, line: bytes) -> Event | None:
         first = e.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise AuditError(_damaged(file, number, f"{where}: {first['msg']}" if where else first["msg"])) from e
+    except json.JSONDecodeError as e:
+        raise AuditError(_damaged(file, number, f"no JSON from column {e.colno} on")) from e
     except ValueError as e:
-        raise AuditError(_damaged(file, number, str(e))) from e
+        raise AuditError(_damaged(file, number, "no text")) from e
     return event
 
 

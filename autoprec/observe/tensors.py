@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.clip_grad import get_total_norm
+from torch.nn.utils import get_total_norm
 
 __all__ = ["all_finite", "floating", "largest", "nonfinite_names", "tensors", "total_norm"]
 

@@ -51,6 +51,9 @@ class Remedy(ABC, Generic[S]):
     name: ClassVar[str]
     """As in the policy's `remedies` section."""
 
+    new_twin: ClassVar[bool] = False
+    """True: what is learned from changes, so that the fp32 twin of the user's own settings is no measure any more."""
+
     @abstractmethod
     def obstacle(self, subject: Subject, evidence: Evidence, settings: S) -> str | None:
         """Why the remedy cannot be used here, in a sentence; None if it can."""

@@ -37,6 +37,7 @@ class NormalizeInputs(Remedy[Settings]):
     """Put a normalizing transform into every loader."""
 
     name = "normalize_inputs"
+    new_twin = True
 
     def obstacle(self, subject: Subject, evidence: Evidence, settings: Settings) -> str | None:
         if settings.mode == "check":

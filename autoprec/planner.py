@@ -1,0 +1,52 @@
+"""What to try next: (diagnosis, policy, tried) -> the next attempt, or none.
+
+Pure: it knows names and settings, not what a remedy does. The ladder of the primary finding's mode is walked from
+its first rung; a rung with several settings (`lower_lr: {factors: [0.1, 0.01]}`) is several attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from autoprec.noun import Noun
+from autoprec.policy import Policy, RemedySettings
+
+if TYPE_CHECKING:
+    from autoprec.diagnosis.finding import Finding
+
+__all__ = ["PlannedAttempt", "attempts", "next_attempt"]
+
+
+class PlannedAttempt(Noun):
+    """A remedy with the settings it is to be tried with."""
+
+    remedy: str
+    mode: str
+    """The failure mode whose ladder asks for it."""
+    settings: dict[str, Any]
+    """The settings that differ from the remedy's defaults."""
+
+    def resolve(self, policy: Policy) -> RemedySettings:
+        """The full settings."""
+        base: RemedySettings = getattr(policy.remedies, self.remedy)
+        return type(base).model_validate({**base.model_dump(), **self.settings})
+
+
+def attempts(mode: str, policy: Policy, known: Collection[str]) -> Iterator[PlannedAttempt]:
+    """All attempts of a mode's ladder, in order: allowed remedies that exist (`known`), one per setting."""
+    for rung in policy.ladder(mode).rungs:
+        base: RemedySettings = getattr(policy.remedies, rung.remedy)
+        settings = type(base).model_validate({**base.model_dump(), **rung.parameters})
+        if not settings.allow or rung.remedy not in known:
+            continue
+        for variant in settings.variants():
+            chosen = {k: v for k, v in variant.model_dump().items() if v != type(base).model_fields[k].default}
+            yield PlannedAttempt(remedy=rung.remedy, mode=mode, settings=chosen)
+
+
+def next_attempt(
+    finding: Finding, policy: Policy, tried: Collection[PlannedAttempt], known: Collection[str]
+) -> PlannedAttempt | None:
+    """The first attempt of the finding's ladder that was not tried; None if there is none left."""
+    return next((a for a in attempts(finding.mode, policy, known) if a not in tried), None)

@@ -1,0 +1,388 @@
+"""The stages meet here: observe -> diagnose -> plan -> apply -> verify -> fit.
+
+The runner owns the loop. It gathers what rules need, in their causal order, until the primary finding is
+certain; walks that mode's ladder, judging each attempt by the detector that found the fault; and makes the fit
+when nothing is left to find. Whatever ends it early, the learner is as it was before the call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autoprec.audit.events import AttemptStarted, Failed, FitFinished, FitStarted, Note, Plan, RunStarted
+from autoprec.diagnosis import RULES, diagnose, missing
+from autoprec.diagnosis.finding import Diagnosis, Finding, NotRun
+from autoprec.environment import environment
+from autoprec.errors import RestoreError
+from autoprec.evidence import Evidence, Leg
+from autoprec.observe.fit import FitLog, FitWatch
+from autoprec.observe.gather import Gatherer
+from autoprec.outcome import Attempt, Change, Outcome, Price, Verdict
+from autoprec.planner import PlannedAttempt, next_attempt
+from autoprec.precision import attached, carried, stock_callback
+from autoprec.remedies import REMEDIES, Remedy, Subject
+from autoprec.snapshot import Snapshot, fingerprint, release_autocast
+from autoprec.verify import diverged, judge
+
+if TYPE_CHECKING:
+    from autoprec.audit.journal import Journal
+    from autoprec.diagnosis.finding import Rule
+    from autoprec.policy import Policy
+
+__all__ = ["Runner"]
+
+# Found by being worse than the twin: a remedy that leaves (or makes) one of these has traded one fault for another.
+_QUIET = {"plateau", "gradient_underflow", "precision_loss"}
+
+
+@dataclass
+class Kept:
+    """A remedy that was applied and stays so far."""
+
+    remedy: Remedy[Any]
+    change: Change
+
+
+@dataclass
+class Runner:
+    """One run on one subject.
+
+    Attributes:
+        subject: learner, planned fit and precision; remedies change it.
+        policy: what is allowed.
+        journal: where everything is written down.
+        rules: the rules, in causal order.
+    """
+
+    subject: Subject
+    policy: Policy
+    journal: Journal
+    rules: Sequence[Rule] = RULES
+    kept: list[Kept] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    first: Diagnosis | None = None
+    reference: Leg | None = None
+    probe_steps: int | None = None
+    legs: int = 0
+    steps: int = 0
+
+    # ---------------------------------------------------------------- observe and diagnose
+
+    def look(self, *, new_twin: bool = False) -> tuple[Evidence, Diagnosis]:
+        """Gather evidence until the primary finding is certain, and diagnose."""
+        gatherer = Gatherer(
+            self.subject, self.policy, self.journal, None if new_twin else self.reference, self.probe_steps
+        )
+        evidence = gatherer.begin()
+        while (need := self._next_need(evidence)) is not None:
+            grown = gatherer.provide(need, evidence)
+            if not grown.has(need):
+                self.unavailable[need] = f"{need} could not be measured here"
+            evidence = grown
+        self.legs += gatherer.legs
+        self.steps += gatherer.steps
+        found = diagnose(evidence, self.policy.limits, self.rules)
+        self.journal.write("diagnosed", found)
+        return evidence, found
+
+    def _next_need(self, evidence: Evidence) -> str | None:
+        """The first thing that a relevant rule lacks, up to the rule that finds the primary fault."""
+        for rule in self.rules:
+            if not rule.relevant(evidence, self.policy.limits):
+                continue
+            lacking = [n for n in missing(rule, evidence) if n not in self.unavailable]
+            if lacking:
+                return lacking[0]
+            if not missing(rule, evidence) and rule.check(evidence, self.policy.limits) is not None:
+                return None
+        return None
+
+    # ---------------------------------------------------------------- plan, apply, verify
+
+    def repair(self) -> tuple[Evidence, Diagnosis, str | None]:
+        """Repair what is found until nothing is, or nothing allowed is left to try.
+
+        Returns:
+            The last evidence and diagnosis, and why it could not be repaired (None: it is well, or inconclusive).
+        """
+        evidence, found = self.look()
+        self.first = self.first or found
+        self._remember_twin(evidence)
+        tried: list[PlannedAttempt] = []
+        seen: set[str] = set()
+        while (primary := found.primary) is not None:
+            seen.add(primary.mode)
+            if not primary.repairable:
+                return evidence, found, f"no setting can cure {primary.mode}"
+            step = next_attempt(primary, self.policy, tried, REMEDIES)
+            if step is None or len(self.attempts) >= self.policy.max_attempts:
+                return evidence, found, self._why_stopped(primary, step)
+            tried.append(step)
+            after = self._attempt(step, primary, evidence, seen)
+            if after is not None:
+                evidence, found = after
+        return evidence, found, None
+
+    def _why_stopped(self, primary: Finding, step: PlannedAttempt | None) -> str:
+        ladder = self.policy.ladder(primary.mode)
+        if step is not None:
+            return f"the policy allows {self.policy.max_attempts} attempts"
+        if not ladder.rungs:
+            return ladder.why or f"the policy {self.policy.name!r} allows nothing for {primary.mode}"
+        return f"no remedy that the policy {self.policy.name!r} allows for {primary.mode} made the run healthy"
+
+    def _remember_twin(self, evidence: Evidence) -> None:
+        twin = evidence.twin
+        if twin is not None and twin.failure is None and not diverged(twin, self.policy.limits):
+            self.reference = twin
+
+    def _attempt(
+        self, step: PlannedAttempt, primary: Finding, evidence: Evidence, seen: set[str]
+    ) -> tuple[Evidence, Diagnosis] | None:
+        """Try one remedy; the new evidence and diagnosis if it is kept, None if it was taken back."""
+        remedy, settings = REMEDIES[step.remedy], step.resolve(self.policy)
+        self.journal.write(
+            "attempt_started", AttemptStarted(mode=step.mode, remedy=step.remedy, parameters=step.settings)
+        )
+        obstacle = remedy.obstacle(self.subject, evidence, settings)
+        if obstacle is not None:
+            self._note(Attempt(remedy=step.remedy, mode=step.mode, applicable=False, reason=obstacle))
+            return None
+        before = fingerprint(self.subject.learn)
+        change = remedy.apply(self.subject, evidence, settings)
+        after, found = self.look(new_twin=remedy.new_twin)
+        verdict = self._verdict(primary, after, found, seen)
+        attempt = Attempt(
+            remedy=step.remedy, mode=step.mode, applicable=True, reason=verdict.reason, change=change,
+            verdict=verdict, kept=verdict.healthy,
+        )  # fmt: skip
+        self._note(attempt)
+        if verdict.healthy:
+            self.kept.append(Kept(remedy, change))
+            if remedy.new_twin or self.reference is None:
+                self._remember_twin(after)
+            return after, found
+        remedy.undo(self.subject, change)
+        self._same(before, f"after taking back {step.remedy}")
+        return None
+
+    def _verdict(self, primary: Finding, after: Evidence, found: Diagnosis, seen: set[str]) -> Verdict:
+        """Accepted: the fault is gone and the run is healthy, or only a fault of another kind is left to repair."""
+        verdict = judge(after, self.policy.limits)
+        rest = found.primary
+        if any(f.mode == primary.mode for f in found.findings):
+            return Verdict(healthy=False, reason=f"{primary.mode} is still found: {verdict.reason}")
+        if rest is None:
+            return verdict
+        if rest.mode in seen or rest.mode in _QUIET:
+            return Verdict(healthy=False, reason=f"{primary.mode} became {rest.mode}: {rest.because}")
+        return Verdict(healthy=True, reason=f"{primary.mode} is gone; next is {rest.mode}: {rest.because}")
+
+    def _note(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+        self.journal.write("attempt_finished", attempt)
+
+    def _same(self, before: Any, when: str) -> None:
+        differences = before.differences(fingerprint(self.subject.learn))
+        if differences:
+            raise RestoreError(f"{when} the learner differs from before in {', '.join(differences[:8])}")
+
+    def undo_all(self) -> None:
+        """Take every kept change back, the last one first."""
+        while self.kept:
+            last = self.kept.pop()
+            last.remedy.undo(self.subject, last.change)
+
+    # ---------------------------------------------------------------- fit
+
+    def fit(self) -> tuple[Leg, Verdict, float]:
+        """Make the real fit and judge it."""
+        s = self.subject
+        learn, log = s.learn, FitLog()
+        steps = sum(s.plan.stages(learn))
+        self.journal.write(
+            "fit_started", FitStarted(precision=s.setting.precision, steps=steps, schedule=s.plan.schedule)
+        )
+        started = time.perf_counter()
+        release_autocast()
+        with attached(learn, s.setting):
+            s.plan.run(learn, [FitWatch(log)])
+        seconds = time.perf_counter() - started
+        leg = log.leg(learn, s.setting.precision, steps)
+        seen = Gatherer(s, self.policy, self.journal).begin()
+        evidence = seen.model_copy(update={"legs": {"main": leg}})
+        verdict = judge(evidence, self.policy.limits)
+        self.journal.write(
+            "fit_finished",
+            FitFinished.of(
+                leg.steps, seconds=seconds, healthy=verdict.healthy, reason=verdict.reason,
+                final=log.final_values(learn), rows=self.policy.audit.ledger_rows,
+            ),  # fmt: skip
+        )
+        return leg, verdict, seconds
+
+    def install(self) -> None:
+        """Leave the learner with fastai's own callback for the precision that it was trained in."""
+        learn, setting = self.subject.learn, self.subject.setting
+        callbacks, now = carried(learn)
+        if len(callbacks) == 1 and now == setting or not callbacks and setting.precision == "fp32":
+            return
+        for cb in callbacks:
+            learn.remove_cb(cb)
+        stock = stock_callback(setting)
+        if stock is not None:
+            learn.add_cb(stock)
+
+    # ---------------------------------------------------------------- the whole
+
+    def run(self) -> Outcome:
+        """Probe, repair, fit; see `autoprec.run`."""
+        started = time.perf_counter()
+        s, learn = self.subject, self.subject.learn
+        self._announce()
+        before = Snapshot.capture(learn)
+        plan, setting = s.plan, s.setting
+        with self._giving_back(before):
+            for attempt in range(self.policy.probe.late_failures + 1):
+                _, found, why_not = self.repair()
+                if why_not is not None:
+                    break
+                spent = time.perf_counter() - started
+                start = Snapshot.capture(learn)
+                leg, verdict, seconds = self._guarded_fit(start)
+                if verdict.healthy:
+                    self.install()
+                    return self._finish(self._result(found), verdict.reason, Price(
+                        legs=self.legs, steps=self.steps, seconds=spent, fit_seconds=seconds))  # fmt: skip
+                start.restore(learn)
+                failed_at = leg.failure.step if leg.failure else len(leg.steps)
+                why_not = f"the fit failed: {verdict.reason}"
+                if attempt == self.policy.probe.late_failures or failed_at < (self.probe_steps or 0):
+                    break
+                # The probe ended before the fault: look again, as far as it.
+                self.probe_steps = failed_at + max(4, self.policy.probe.steps // 4)
+                self.reference = None
+                self.first = None if not self.kept else self.first
+                self.journal.write("note", Note(text=f"{why_not}; probing again up to step {self.probe_steps}"))
+            self.undo_all()
+            s.plan, s.setting = plan, setting
+            before.restore(learn)
+            differences = before.fingerprint.differences(fingerprint(learn))
+            if differences:
+                raise RestoreError(f"the learner could not be put back: {', '.join(differences[:8])} differ")
+        price = Price(legs=self.legs, steps=self.steps, seconds=time.perf_counter() - started)
+        return self._finish("unrepaired", why_not or "", price)
+
+    def remediate(self) -> Outcome:
+        """Probe and repair without fitting; the accepted changes stay in the learner."""
+        started = time.perf_counter()
+        self._announce()
+        before = Snapshot.capture(self.subject.learn)
+        with self._giving_back(before):
+            _, found, why_not = self.repair()
+            price = Price(legs=self.legs, steps=self.steps, seconds=time.perf_counter() - started)
+            if why_not is None:
+                self.install()
+                return self._finish(self._result(found), "ready to be trained", price)
+            self.undo_all()
+            before.restore(self.subject.learn)
+        return self._finish("unrepaired", why_not, price)
+
+    def _result(self, found: Diagnosis) -> Any:
+        if self.kept:
+            return "repaired"
+        return "inconclusive" if found.not_run else "healthy"
+
+    def _guarded_fit(self, start: Snapshot) -> tuple[Leg, Verdict, float]:
+        """The fit; interrupted, it leaves the learner at its present state if that is healthy, else at the start."""
+        learn = self.subject.learn
+        try:
+            return self.fit()
+        except BaseException as e:
+            release_autocast()
+            from autoprec.observe.tensors import nonfinite_names
+
+            named = [*learn.model.named_parameters(), *learn.model.named_buffers()]
+            if nonfinite_names(named, 1):
+                start.restore(learn)
+                where = "the state before the fit"
+            else:
+                where = "the state at the interruption, which is finite"
+            self.journal.write("failed", Failed(error=type(e).__name__, message=f"{e} (the learner is at {where})"))
+            raise _Interrupted from e
+
+    @contextmanager
+    def _giving_back(self, before: Snapshot) -> Iterator[None]:
+        """Whatever escapes: the learner as it was, and the journal says so. An interrupted fit has been seen to."""
+        try:
+            yield
+        except _Interrupted as e:
+            cause = e.__cause__
+            if cause is None:
+                raise
+            raise cause from None
+        except BaseException as e:
+            if not isinstance(e, RestoreError):
+                self.undo_all()
+                before.restore(self.subject.learn)
+            self.journal.write("failed", Failed(error=type(e).__name__, message=str(e)))
+            raise
+
+    def _announce(self) -> None:
+        s = self.subject
+        lr = s.plan.lr if isinstance(s.plan.lr, (float, int)) or s.plan.lr is None else str(s.plan.lr)
+        self.journal.write(
+            "run_started",
+            RunStarted(
+                environment=environment(s.learn),
+                policy=self.policy.name,
+                policy_content=self.policy.model_dump(mode="json"),
+                plan=Plan(
+                    schedule=s.plan.schedule, epochs=s.plan.epochs, lr=lr, steps=sum(s.plan.stages(s.learn))
+                ),
+            ),
+        )
+
+    def _finish(self, result: Any, detail: str, price: Price) -> Outcome:
+        trained = result != "unrepaired"
+        diagnosis = self.first or Diagnosis()
+        primary = diagnosis.primary
+        not_run = tuple(diagnosis.not_run) + tuple(NotRun(mode=n, why=w) for n, w in self.unavailable.items())
+        outcome = Outcome(
+            result=result,
+            precision=self.subject.setting.precision if trained else None,
+            diagnosis=diagnosis,
+            attempts=tuple(self.attempts),
+            changes=tuple(k.change for k in self.kept),
+            price=price,
+            checks_not_run=not_run,
+            audit_path=str(self.journal.path),
+            run_id=self.journal.run_id,
+            detail=detail,
+            next_step=_next_step(result, primary, self.policy),
+        )
+        self.journal.write("run_finished", outcome)
+        return outcome.with_learner(self.subject.learn)
+
+
+class _Interrupted(BaseException):
+    """Carries an exception out of the fit past the hands that would put the learner back."""
+
+
+def _next_step(result: str, primary: Finding | None, policy: Policy) -> str:
+    if result == "healthy":
+        return ""
+    if result == "repaired":
+        return "keep the changes in your own code, so that the next run needs no repair"
+    if result == "inconclusive":
+        return "see the checks that did not run before you trust the result"
+    if primary is None:
+        return "look at the audit file; the fault shows only in the full fit"
+    if primary.suggestion:
+        return primary.suggestion
+    return policy.ladder(primary.mode).why or f"allow another remedy for {primary.mode} in the policy"
