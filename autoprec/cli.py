@@ -42,7 +42,7 @@ Exit codes:
 
 
 def _example(*lines: str) -> str:
-    """The end of a help page. The \\b keeps the lines below it from being filled into a paragraph."""
+    """The end of a help page. The backspace keeps the lines below it from being filled into a paragraph."""
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
 
 
@@ -179,7 +179,7 @@ def check(
 
 @policy_app.command(epilog=_example("autoprec policy show default > my_policy.yaml"))
 def show(
-    policy: Annotated[str, typer.Argument(metavar="[NAME_OR_FILE]", help="A shipped policy or a file.")] = "default",
+    policy: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A shipped policy or a file.")] = "default",
 ) -> None:
     """Print a whole policy as YAML, defaults included.
 
@@ -201,7 +201,7 @@ def _policy_exists(name: str) -> bool:
 def explain(
     mode: Annotated[
         str | None,
-        typer.Argument(metavar="[MODE]", help="A failure mode. Default: list all.", show_default=False),
+        typer.Argument(metavar="MODE", help="A failure mode. Default: list all.", show_default=False),
     ] = None,
 ) -> None:
     """Explain a failure mode, or list all.

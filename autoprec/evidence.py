@@ -21,8 +21,10 @@ __all__ = [
     "Feature",
     "Fidelity",
     "Fp32Value",
+    "Hidden",
     "Leg",
     "LegSpec",
+    "Misuse",
     "Operation",
     "Origin",
     "ParameterFidelity",
@@ -82,9 +84,9 @@ class Operation(Noun):
     input_max: float | None = None
     """Largest finite magnitude over all floating inputs."""
     input_min: float | None = None
-    """Smallest magnitude over all floating inputs, zeros included."""
+    """Smallest magnitude in the op's critical input (a divisor, else all inputs), zeros left out."""
     input_zeros: int = 0
-    """How many elements of the floating inputs are exactly zero."""
+    """How many elements of the critical input are exactly zero."""
     output_max: float | None = None
     """Largest magnitude of the output; infinite or NaN where it is."""
 
@@ -130,11 +132,17 @@ class Origin(Noun):
     fp32: Fp32Value | None = None
     """None: the twin has no op at the same place, or was not run."""
     ops_watched: int = 0
-    producer: Place | None = None
-    """The submodule whose (finite) output entered the op, where that is known and differs from `place`."""
-    smallest_in_fp32: float | None = None
-    collapsed_before: Place | None = None
-    """Where a value that is not zero in fp32 first became exactly zero (or one) in 16 bits, upstream of the op."""
+
+
+class Misuse(Noun):
+    """A callback of the user's that touches gradients or scaler where it must not."""
+
+    callback: str
+    """Class name."""
+    what: Literal["unscales", "changes scaled gradients"]
+    place: Place
+    ratio: float | None = None
+    """Gradient norm after over before; None for a call that changes none."""
 
 
 class Failure(Noun):
@@ -166,6 +174,7 @@ class Leg(Noun):
     metrics: dict[str, float] = {}
     """The user's metrics on these batches."""
     poisoned_buffers: tuple[str, ...] = ()
+    misuses: tuple[Misuse, ...] = ()
     param_change: float | None = None
     """Relative L2 distance that the weights moved, ||w1 - w0|| / ||w0||."""
     seconds: float = 0.0
@@ -300,6 +309,14 @@ class Fidelity(Noun):
         return max((p.flushed for p in self.parameters), default=0.0)
 
 
+class Hidden(Noun):
+    """Was a non-finite value made, and absorbed again, in a batch whose loss is finite (x / inf is 0)?"""
+
+    batches: int
+    origin: Origin | None = None
+    """None: every value of the forward pass and the loss was finite wherever fp32's is."""
+
+
 class Comparison(Noun):
     """The main leg's losses beside the fp32 twin's.
 
@@ -326,6 +343,10 @@ class Evidence(Noun):
     """By name: "main" (the requested precision), "fp32", "bf16", "fp32 lr/10", "fp32 clip", "fp32 perturbed 0", …"""
     scale_search: ScaleSearch | None = None
     fidelity: Fidelity | None = None
+    """At the scale that the main leg ended with."""
+    best_fidelity: Fidelity | None = None
+    """At the largest scale that keeps the gradients finite; what a better scale could do at most."""
+    hidden: Hidden | None = None
     comparison: Comparison | None = None
 
     @property

@@ -25,7 +25,7 @@ class PlannedAttempt(Noun):
     mode: str
     """The failure mode whose ladder asks for it."""
     settings: dict[str, Any]
-    """The settings that differ from the remedy's defaults."""
+    """The settings that differ from the policy's `remedies` section."""
 
     def resolve(self, policy: Policy) -> RemedySettings:
         """The full settings."""
@@ -37,11 +37,11 @@ def attempts(mode: str, policy: Policy, known: Collection[str]) -> Iterator[Plan
     """All attempts of a mode's ladder, in order: allowed remedies that exist (`known`), one per setting."""
     for rung in policy.ladder(mode).rungs:
         base: RemedySettings = getattr(policy.remedies, rung.remedy)
-        settings = type(base).model_validate({**base.model_dump(), **rung.parameters})
+        settings = policy.settings(rung)
         if not settings.allow or rung.remedy not in known:
             continue
         for variant in settings.variants():
-            chosen = {k: v for k, v in variant.model_dump().items() if v != type(base).model_fields[k].default}
+            chosen = {k: v for k, v in variant.model_dump().items() if v != getattr(base, k)}
             yield PlannedAttempt(remedy=rung.remedy, mode=mode, settings=chosen)
 
 

@@ -123,7 +123,7 @@ class ProbeSettings(Section):
     40 steps."""
     data_batches: Annotated[Whole, Field(ge=1, le=10_000)] = 40
     """Training batches whose inputs and targets are measured. 40: the batches that the probe trains on."""
-    late_failures: Annotated[int, Field(ge=0, le=10)] = 2
+    late_failures: Annotated[Whole, Field(ge=0, le=10)] = 2
     """How often a fit that fails after the probe's last step is probed again up to the failing step and repaired.
     2: a second cause behind the first; beyond that the fit is restarted more often than it is trained."""
     noise_legs: Annotated[Whole, Field(ge=1, le=16)] = 2
@@ -341,15 +341,16 @@ class Rung(Section):
         return settings.model_dump(mode="json", include=set(parameters))
 
 
+_LADDER_IN_WORDS = 'a list of remedies, or {rungs: [], why: "why nothing can help"}'
+
+
 class Ladder(Section):
     """The remedies for one failure mode, least change first.
 
     In YAML `[lower_lr, bf16]`, or `{rungs: [], why: "..."}`.
     """
 
-    model_config = ConfigDict(
-        json_schema_extra={"in_words": 'a list of remedies, or {rungs: [], why: "why nothing can help"}'}
-    )
+    model_config = ConfigDict(json_schema_extra={"in_words": _LADDER_IN_WORDS})
 
     rungs: tuple[Rung, ...] = ()
     why: str | None = None
@@ -358,7 +359,7 @@ class Ladder(Section):
     @model_validator(mode="after")
     def _empty_says_why(self) -> Self:
         if not self.rungs and not (self.why or "").strip():
-            raise _refusal("an empty ladder without a why", str(self.model_config["json_schema_extra"]["in_words"]))
+            raise _refusal("an empty ladder without a why", _LADDER_IN_WORDS)
         return self
 
 

@@ -101,9 +101,12 @@ def _type_words(here: dict[str, Any], schema: dict[str, Any]) -> str:
         return f"{', '.join(most)} or {last}" if most else last
     if "anyOf" in here:
         return " or ".join(_type_words(option, schema) for option in here["anyOf"])
+    keys = ", ".join(here.get("properties", ()))
+    keys = ", ".join(here.get("properties", ()))
+    item = _type_words(here["items"], schema) if "items" in here else "a value"
     simple = {
-        "array": f"a list{' that is not empty' if here.get('minItems') else ''}, each item {_type_words(here['items'], schema) if 'items' in here else 'a value'}",
-        "object": f"a mapping with the keys {', '.join(here['properties'])}" if "properties" in here else "a mapping",
+        "array": f"a list{' that is not empty' if 'minItems' in here else ''}, each item {item}",
+        "object": f"a mapping with the keys {keys}" if keys else "a mapping",
         "integer": f"a whole number{_bounds(here)}",
         "number": f"a number{_bounds(here)}",
         "boolean": "true or false",

@@ -212,7 +212,8 @@ def _kind(node: yaml.Node) -> str:
 def _syntax(error: yaml.YAMLError, where: str, text: str) -> Fault:
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
-        what = ", ".join(part for part in (error.problem, error.context) if part)
+        begun = f"{error.context} that began in line {error.context_mark.line + 1}" if error.context_mark else None
+        what = ", ".join(part for part in (error.problem, begun or error.context) if part)
         return Fault(where, mark.line + 1 if mark else 1, 0, "", f"not valid YAML: {what}")
     position = getattr(error, "position", 0)  # a ReaderError: a character that YAML forbids
     return Fault(where, text[:position].count("\n") + 1, 0, "", f"not valid YAML: character {text[position]!r}")

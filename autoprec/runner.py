@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoprec.audit.events import AttemptStarted, Failed, FitFinished, FitStarted, Note, Plan, RunStarted
-from autoprec.diagnosis import RULES, diagnose, missing
+from autoprec.diagnosis import RULES, diagnose
 from autoprec.diagnosis.finding import Diagnosis, Finding, NotRun
+from autoprec.diagnosis.fp32 import LOWER_LR
 from autoprec.environment import environment
 from autoprec.errors import RestoreError
 from autoprec.evidence import Evidence, Leg
@@ -26,7 +27,7 @@ from autoprec.planner import PlannedAttempt, next_attempt
 from autoprec.precision import attached, carried, stock_callback
 from autoprec.remedies import REMEDIES, Remedy, Subject
 from autoprec.snapshot import Snapshot, fingerprint, release_autocast
-from autoprec.verify import diverged, judge
+from autoprec.verify import compare, diverged, judge, trains, worse
 
 if TYPE_CHECKING:
     from autoprec.audit.journal import Journal
@@ -67,6 +68,8 @@ class Runner:
     unavailable: dict[str, str] = field(default_factory=dict)
     first: Diagnosis | None = None
     reference: Leg | None = None
+    yardstick: Leg | None = None
+    gatherer: Gatherer = field(init=False)
     probe_steps: int | None = None
     legs: int = 0
     steps: int = 0
@@ -75,30 +78,35 @@ class Runner:
 
     def look(self, *, new_twin: bool = False) -> tuple[Evidence, Diagnosis]:
         """Gather evidence until the primary finding is certain, and diagnose."""
-        gatherer = Gatherer(
-            self.subject, self.policy, self.journal, None if new_twin else self.reference, self.probe_steps
-        )
-        evidence = gatherer.begin()
+        reference = None if new_twin else self.reference
+        self.gatherer = Gatherer(self.subject, self.policy, self.journal, reference, self.probe_steps)
+        evidence = self.gatherer.begin()
         while (need := self._next_need(evidence)) is not None:
-            grown = gatherer.provide(need, evidence)
-            if not grown.has(need):
-                self.unavailable[need] = f"{need} could not be measured here"
-            evidence = grown
-        self.legs += gatherer.legs
-        self.steps += gatherer.steps
+            evidence = self._provide(need, evidence)
         found = diagnose(evidence, self.policy.limits, self.rules)
         self.journal.write("diagnosed", found)
         return evidence, found
 
+    def _provide(self, need: str, evidence: Evidence) -> Evidence:
+        legs, steps = self.gatherer.legs, self.gatherer.steps
+        grown = self.gatherer.provide(need, evidence)
+        self.legs += self.gatherer.legs - legs
+        self.steps += self.gatherer.steps - steps
+        if not grown.has(need):
+            self.unavailable[need] = f"{need} could not be measured here"
+        return grown
+
     def _next_need(self, evidence: Evidence) -> str | None:
         """The first thing that a relevant rule lacks, up to the rule that finds the primary fault."""
+        limits = self.policy.limits
         for rule in self.rules:
-            if not rule.relevant(evidence, self.policy.limits):
+            if not rule.relevant(evidence, limits):
                 continue
-            lacking = [n for n in missing(rule, evidence) if n not in self.unavailable]
+            missing = rule.missing(evidence, limits)
+            lacking = [n for n in missing if n not in self.unavailable]
             if lacking:
                 return lacking[0]
-            if not missing(rule, evidence) and rule.check(evidence, self.policy.limits) is not None:
+            if not missing and rule.check(evidence, limits) is not None:
                 return None
         return None
 
@@ -137,9 +145,15 @@ class Runner:
         return f"no remedy that the policy {self.policy.name!r} allows for {primary.mode} made the run healthy"
 
     def _remember_twin(self, evidence: Evidence) -> None:
+        """Keep the fp32 twin of the user's own settings if it came through, else the best one at a smaller lr."""
+        limits = self.policy.limits
         twin = evidence.twin
-        if twin is not None and twin.failure is None and not diverged(twin, self.policy.limits):
-            self.reference = twin
+        if twin is not None and twin.failure is None and not diverged(twin, limits):
+            self.reference = self.yardstick = twin
+            return
+        lower = [leg for name, _ in LOWER_LR if (leg := evidence.legs.get(name)) and trains(leg, limits)]
+        if lower:
+            self.yardstick = min(lower, key=lambda leg: leg.final_loss)
 
     def _attempt(
         self, step: PlannedAttempt, primary: Finding, evidence: Evidence, seen: set[str]
@@ -149,6 +163,9 @@ class Runner:
         self.journal.write(
             "attempt_started", AttemptStarted(mode=step.mode, remedy=step.remedy, parameters=step.settings)
         )
+        for need in remedy.needs:
+            if not evidence.has(need) and need not in self.unavailable:
+                evidence = self._provide(need, evidence)
         obstacle = remedy.obstacle(self.subject, evidence, settings)
         if obstacle is not None:
             self._note(Attempt(remedy=step.remedy, mode=step.mode, applicable=False, reason=obstacle))
@@ -178,10 +195,26 @@ class Runner:
         if any(f.mode == primary.mode for f in found.findings):
             return Verdict(healthy=False, reason=f"{primary.mode} is still found: {verdict.reason}")
         if rest is None:
-            return verdict
+            return self._against_yardstick(verdict, after)
         if rest.mode in seen or rest.mode in _QUIET:
             return Verdict(healthy=False, reason=f"{primary.mode} became {rest.mode}: {rest.because}")
         return Verdict(healthy=True, reason=f"{primary.mode} is gone; next is {rest.mode}: {rest.because}")
+
+    def _against_yardstick(self, verdict: Verdict, after: Evidence) -> Verdict:
+        """Refuse a run that keeps up with its own twin, where that twin falls behind what fp32 was seen to reach.
+
+        Such a remedy has mended the run at the cost of learning.
+        """
+        twin = after.twin
+        if not verdict.healthy or twin is None or self.yardstick is None or twin is self.yardstick:
+            return verdict
+        comparison = compare(twin, self.yardstick)
+        reason = worse(comparison, self.policy.limits)
+        if reason is None:
+            return verdict
+        factor = self.yardstick.spec.lr_factor
+        lr = f" at {factor:g} of the lr" if factor != 1 else ""
+        return Verdict(healthy=False, reason=f"healthy, but with it {reason}{lr}", excess=comparison.excess)
 
     def _note(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)

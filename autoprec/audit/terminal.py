@@ -6,6 +6,7 @@ comes from the run is shown as text, never read as rich's markup.
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -87,13 +88,22 @@ def _verdict(report: Report) -> tuple[str, str]:
         return f"{report.outcome.result}{where}", report.outcome.detail
     if report.error is not None:
         return "failed", report.error
-    doing = {
-        "attempt_started": f"while {report.trying.remedy} was being tried" if report.trying else "",
-        "fit_started": "during the fit",
-    }.get(report.last_event, f"after {report.last_event.replace('_', ' ')}")
     return "unfinished", (
-        f"the file ends {doing}. The run is still going on, or it was killed. What follows is all that it wrote."
+        f"the file ends {_end(report)}. The run is still going on, or it was killed. What follows is all that it wrote."
     )
+
+
+def _end(report: Report) -> str:
+    if report.trying is not None:
+        return f"while {report.trying.remedy} was being tried"
+    if report.fit is not None and report.fitted is None:
+        return "during the fit"
+    return {
+        "leg_finished": "after a probe",
+        "diagnosed": "after the diagnosis",
+        "attempt_finished": "after an attempt",
+        "fit_finished": "after the fit",
+    }.get(report.last_event, "at the beginning of the run")
 
 
 def _circumstances(report: Report) -> Iterator[str]:
@@ -173,7 +183,7 @@ def _legs(legs: list[tuple[str, LegFinished]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False)
     table.add_column("probe", overflow="fold", min_width=8)
     table.add_column("in", no_wrap=True)
-    for title in ("steps", "skipped", "loss from", "to"):
+    for title in ("steps", "skip", "loss", "end"):
         table.add_column(title, justify="right", no_wrap=True)
     if validated:
         table.add_column("valid", justify="right", no_wrap=True)
@@ -201,7 +211,9 @@ def _legs(legs: list[tuple[str, LegFinished]]) -> Table:
 
 
 def _loss(value: float | None) -> Text:
-    text = number(value)
+    # Narrow where it is very large or small, as seven columns have to share the line.
+    odd = value is not None and math.isfinite(value) and value != 0 and not 1e-4 <= abs(value) < 1e5
+    text = f"{value:.2g}" if odd else number(value)
     return Text(text, style="red" if text in ("NaN", "inf", "-inf") else "")
 
 

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
     from autoprec.evidence import Evidence
     from autoprec.policy import Limits
 
-__all__ = ["RULES", "Diagnosis", "Finding", "NotRun", "Rule", "diagnose", "missing"]
-
-
-def missing(rule: Rule, evidence: Evidence) -> tuple[str, ...]:
-    """What the rule needs and the evidence does not hold."""
-    return tuple(n for n in rule.needs if not evidence.has(n))
+__all__ = ["RULES", "Diagnosis", "Finding", "NotRun", "Rule", "diagnose"]
 
 
 def diagnose(evidence: Evidence, limits: Limits, rules: Sequence[Rule] = RULES) -> Diagnosis:
@@ -35,7 +30,7 @@ def diagnose(evidence: Evidence, limits: Limits, rules: Sequence[Rule] = RULES) 
     for rule in rules:
         if not rule.relevant(evidence, limits):
             continue
-        lacking = missing(rule, evidence)
+        lacking = rule.missing(evidence, limits)
         if lacking:
             not_run.append(NotRun(mode=rule.mode, why=f"no evidence: {', '.join(lacking)}"))
             continue

@@ -66,6 +66,7 @@ class Rule:
         check: returns a Finding, or None if the evidence speaks against the mode.
         relevant: whether the needed evidence is worth gathering, judged on what is there already; the runner
             calls it before it pays for a missing leg. Default: always.
+        more: further needs that arise from what is known so far; default: none.
         doc: what `autoprec explain MODE` prints; the rule's module docstring.
     """
 
@@ -74,3 +75,8 @@ class Rule:
     check: Callable[[Evidence, Limits], Finding | None]
     doc: str
     relevant: Callable[[Evidence, Limits], bool] = lambda _evidence, _limits: True
+    more: Callable[[Evidence, Limits], tuple[str, ...]] = lambda _evidence, _limits: ()
+
+    def missing(self, evidence: Evidence, limits: Limits) -> tuple[str, ...]:
+        """What the rule needs and the evidence does not hold."""
+        return tuple(n for n in (*self.needs, *self.more(evidence, limits)) if not evidence.has(n))

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoprec.diagnosis.finding import Finding
+from autoprec.diagnosis.plain import behind_twin
 from autoprec.diagnosis.sixteen_bit import kind, numbers, precision_fault
 from autoprec.evidence import Evidence
 from autoprec.policy import Limits
 
-__all__ = ["range_check"]
+__all__ = ["hidden_if_behind", "range_check"]
+
+
+def hidden_if_behind(evidence: Evidence, limits: Limits) -> tuple[str, ...]:
+    """A leg that failed has shown its origin; one that is only worse than its twin is searched for a hidden one."""
+    return ("hidden",) if behind_twin(evidence, limits) else ()
 
 
 def range_check(
@@ -30,9 +36,10 @@ def range_check(
             return None
         step = main.failure.step if main.failure else 0
         op = origin.operation
+        absorbed = "" if main.failure else "; what follows absorbs it (x / inf is 0), so that no loss shows it"
         return Finding(
             mode=mode,
-            because=f"at step {step} {numbers(origin)}",
+            because=f"at step {step} {numbers(origin)}{absorbed}",
             where=origin.place,
             op=op.op,
             ruled_out=(

@@ -16,11 +16,16 @@ _SINGULAR = re.compile(r"aten\.(div|true_divide|log|log2|log10|log1p|rsqrt|recip
 
 
 def precision_fault(evidence: Evidence) -> Origin | None:
-    """The main leg's origin, if fp32 is finite there and stays healthy at least as long; None otherwise."""
+    """The op at which the main leg left the range of 16 bits, if fp32 is finite there; None otherwise.
+
+    Either the leg failed there and fp32 goes on for longer, or nothing failed and the value was absorbed.
+    """
     main, twin = evidence.main, evidence.legs.get("fp32")
-    if main is None or main.failure is None or main.spec.precision == "fp32" or main.origin is None or twin is None:
+    if main is None or main.spec.precision == "fp32" or twin is None:
         return None
-    if twin.failure is not None and twin.failure.step <= main.failure.step:
+    if main.failure is None:
+        return evidence.hidden.origin if evidence.hidden is not None else None
+    if main.origin is None or (twin.failure is not None and twin.failure.step <= main.failure.step):
         return None
     if main.origin.fp32 is not None and not main.origin.fp32.finite:
         return None
@@ -49,6 +54,8 @@ def kind(origin: Origin) -> str:
 def numbers(origin: Origin) -> str:
     """The figures of an origin as a clause for a sentence."""
     op, twin = origin.operation, origin.fp32
+    if twin is None and op.input_max is not None and op.input_max > HALF_MAX:
+        return f"the input of {op.op} reaches {op.input_max:.4g}, above half's largest number {HALF_MAX:g}"
     if kind(origin) == "underflow" and twin is not None:
         small = f"{twin.input_min:.3g}" if twin.input_min is not None else "a small number"
         return f"{op.op} gets {op.input_zeros} zeros where fp32 has {small} at the least"

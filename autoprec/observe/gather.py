@@ -17,7 +17,7 @@ from autoprec.diagnosis.fp32 import CLIP, LOWER_LR
 from autoprec.evidence import Evidence, Leg, LegSpec, Precision
 from autoprec.observe.configuration import read_configuration
 from autoprec.observe.data import DataCollector
-from autoprec.observe.gradients import Batch, fidelity, search_scale
+from autoprec.observe.gradients import Batch, fidelity, find_hidden, search_scale
 from autoprec.observe.leg import LegRun, quotas, run_leg
 from autoprec.precision import Setting, device_type
 from autoprec.remedies.clip_gradients import clip_norm
@@ -76,6 +76,8 @@ class Gatherer:
         provider: dict[str, Callable[[Evidence], Evidence]] = {
             "scale_search": self._scale_search,
             "fidelity": self._fidelity,
+            "best_fidelity": self._best_fidelity,
+            "hidden": self._hidden,
             "comparison": self._comparison,
         }
         return provider[need](evidence)
@@ -136,16 +138,36 @@ class Gatherer:
         return evidence.model_copy(update={"scale_search": found})
 
     def _fidelity(self, evidence: Evidence) -> Evidence:
-        main = evidence.main
-        scales = [s.scale_after for s in (main.steps if main else ()) if s.scale_after]
+        return self._fidelity_at(self._last_scale(evidence), "fidelity", evidence)
+
+    def _best_fidelity(self, evidence: Evidence) -> Evidence:
+        search = evidence.scale_search
+        scale = search.largest_finite if search else None
+        return self._fidelity_at(scale or self._last_scale(evidence), "best_fidelity", evidence)
+
+    @staticmethod
+    def _last_scale(evidence: Evidence) -> float:
+        scales = [s.scale_after for s in (evidence.main.steps if evidence.main else ()) if s.scale_after]
+        return scales[-1] if scales else 1.0
+
+    def _fidelity_at(self, scale: float, name: str, evidence: Evidence) -> Evidence:
         precision = self.subject.setting.precision
         if not self.batches or precision == "fp32":
             return evidence
         with ExitStack() as stack:
             self._measuring(stack)
-            found = fidelity(self.subject.learn, self.batches[0], precision, scales[-1] if scales else 1.0)
+            found = fidelity(self.subject.learn, self.batches[0], precision, scale)
         self.journal.write("fidelity", found)
-        return evidence.model_copy(update={"fidelity": found})
+        return evidence.model_copy(update={name: found})
+
+    def _hidden(self, evidence: Evidence) -> Evidence:
+        precision = self.subject.setting.precision
+        if not self.batches or precision == "fp32":
+            return evidence
+        with ExitStack() as stack:
+            self._measuring(stack)
+            found = find_hidden(self.subject.learn, self.batches, precision)
+        return evidence.model_copy(update={"hidden": found})
 
     def _comparison(self, evidence: Evidence) -> Evidence:
         main, twin, limits = evidence.main, evidence.legs["fp32"], self.policy.limits

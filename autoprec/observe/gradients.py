@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoprec.evidence import Fidelity, ParameterFidelity, Precision, ScaleSearch
+from autoprec.evidence import Fidelity, Hidden, ParameterFidelity, Precision, ScaleSearch
 from autoprec.observe.origin import Replay, trace
 from autoprec.observe.tensors import all_finite
 
 if TYPE_CHECKING:
     from fastai.learner import Learner
 
-__all__ = ["Batch", "fidelity", "search_scale"]
+__all__ = ["Batch", "fidelity", "find_hidden", "search_scale"]
 
 Batch = tuple[tuple[Any, ...], tuple[Any, ...]]
 
@@ -86,6 +86,18 @@ def _bisect(loss: Tensor, params: list[Tensor], ceiling: int | None) -> int | No
         middle = (low + high) // 2
         low, high = (middle, high) if finite(middle) else (low, middle)
     return low
+
+
+def find_hidden(learn: Learner, batches: Sequence[Batch], precision: Precision) -> Hidden:
+    """Look for a non-finite value that was made and absorbed, in the forward pass and the loss of kept batches.
+
+    Costs two instrumented forward passes per batch, more only where something is found.
+    """
+    for batch in batches:
+        origin = trace(_replay(learn, batch), precision, only_in_16=True)
+        if origin is not None:
+            return Hidden(batches=len(batches), origin=origin)
+    return Hidden(batches=len(batches))
 
 
 def fidelity(learn: Learner, batch: Batch, precision: Precision, scale: float) -> Fidelity:

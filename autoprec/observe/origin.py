@@ -53,6 +53,7 @@ _NOT_MAKERS = re.compile(r"aten\.(empty|new_empty|resize|set_|_efficientzerotens
 _FILLS = re.compile(r"aten\.(masked_fill|fill|full|new_full|where|scalar_tensor|full_like|lift_fresh|scatter|index_put)")
 _CASTS = re.compile(r"aten\.(_to_copy|to|copy_|clone|detach|t|view|_unsafe_view|reshape|expand|permute|transpose|"
                     r"unsqueeze|squeeze|alias|as_strided|slice|select)\b")  # fmt: skip
+_DIVISIONS = {"aten.div", "aten.div_", "aten.true_divide", "aten.reciprocal", "aten.native_div"}
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -152,24 +153,20 @@ class _Seen:
         if self.sizes is not None:
             return self.sizes
         ins = floating(self.args)
-        sizes = [_sizes(t) for t in ins]
+        critical = floating(self.args[0][1:2]) if self.op in _DIVISIONS else ins
         return Operation(
             op=self.op,
             inputs=tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in ins),
-            input_max=max((s[1] for s in sizes), default=None),
-            input_min=min((s[0] for s in sizes), default=None),
-            input_zeros=sum(s[2] for s in sizes),
+            input_max=max((float(f.max()) for f in map(_finite_sizes, ins) if f.numel()), default=None),
+            input_min=min((float(f[f > 0].min()) for f in map(_finite_sizes, critical) if (f > 0).any()), default=None),
+            input_zeros=sum(int((t == 0).sum()) for t in critical),
             output_max=_peak(self.out),
         )
 
 
-def _sizes(t: Tensor) -> tuple[float, float, int]:
-    """(smallest, largest finite magnitude, number of zeros)."""
+def _finite_sizes(t: Tensor) -> Tensor:
     size = t.abs()
-    finite = size[torch.isfinite(size)]
-    if not finite.numel():
-        return math.inf, math.inf, 0
-    return float(finite.min()), float(finite.max()), int((finite == 0).sum())
+    return size[torch.isfinite(size)]
 
 
 def _peak(out: Any) -> float | None:
@@ -227,6 +224,9 @@ class _Watcher(TorchDispatchMode):
             before = self.last_compute
             if self.phase == "backward" or emulation.current_op() is not None:
                 return _Seen(before.key, self.phase, place, before.op, before.args, out)
+        if is_cast and self.phase != "backward" and (called := emulation.current_op()) is not None:
+            # The operand itself does not fit: named after the op that it was cast for.
+            op = f"aten.{called.removeprefix('aten::').partition('.')[0]}"
         identity = (self.phase, place.file, place.line, place.module, op)
         if not is_cast:
             self.counts[identity] += 1
@@ -343,13 +343,16 @@ def _watch(replay: Replay, precision: Precision, scale: float | None, wanted: tu
     return watcher
 
 
-def trace(replay: Replay, precision: Precision, *, scale: float | None = None) -> Origin | None:
+def trace(
+    replay: Replay, precision: Precision, *, scale: float | None = None, only_in_16: bool = False
+) -> Origin | None:
     """Find the op that made the first non-finite value of a batch.
 
     Args:
         replay: the batch and the state before it.
         precision: the precision in which it failed.
         scale: loss scale; given, the backward pass is run and watched too.
+        only_in_16: None rather than an op that is not finite in fp32 either.
 
     Returns:
         The origin, or None if nothing is non-finite when the batch is computed again. Autograd's `.grad` fields,
@@ -366,8 +369,10 @@ def trace(replay: Replay, precision: Precision, *, scale: float | None = None) -
     for seen in candidates:
         twin = _watch(replay, "fp32", scale, seen.key).found
         value = _value(twin)
-        if value is None or value.finite:
+        if (value is None and not seen.fills) or (value is not None and value.finite):
             return _origin(seen, watcher, value)
+    if only_in_16:
+        return None
     return _origin(candidates[0], watcher, _value(_watch(replay, "fp32", scale, candidates[0].key).found))
 
 

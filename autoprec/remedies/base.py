@@ -51,6 +51,9 @@ class Remedy(ABC, Generic[S]):
     name: ClassVar[str]
     """As in the policy's `remedies` section."""
 
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Evidence that it reads and that is gathered before `obstacle` is asked, as in `Rule.needs`."""
+
     new_twin: ClassVar[bool] = False
     """True: what is learned from changes, so that the fp32 twin of the user's own settings is no measure any more."""
 

@@ -37,6 +37,7 @@ class ClipGradients(Remedy[Settings]):
     """Add GradientClip."""
 
     name = "clip_gradients"
+    new_twin = True
 
     def obstacle(self, subject: Subject, evidence: Evidence, settings: Settings) -> str | None:
         if any(isinstance(cb, GradientClip) for cb in subject.learn.cbs):

@@ -36,6 +36,7 @@ class InitScale(Remedy[Settings]):
     """Set init_scale from the largest scale that keeps the gradients finite, or by the policy's factors."""
 
     name = "init_scale"
+    needs = ("scale_search",)
 
     def obstacle(self, subject: Subject, evidence: Evidence, settings: Settings) -> str | None:
         if subject.setting.precision != "fp16":

@@ -22,6 +22,7 @@ class LowerLr(Remedy[Settings]):
     """Multiply the planned lr by the (one) factor given; discriminative rates keep their ratios."""
 
     name = "lower_lr"
+    new_twin = True
 
     def obstacle(self, subject: Subject, evidence: Evidence, settings: Settings) -> str | None:
         if not settings.factors:
@@ -34,10 +35,10 @@ class LowerLr(Remedy[Settings]):
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         factor = settings.factors[0]
         subject.held[self.name] = subject.plan
-        peak = self._peak(evidence)
+        peak = float(f"{self._peak(evidence):.6g}")
         subject.plan = subject.plan.scaled(factor)
         return Change(
-            remedy=self.name, what="learning rate (peak)", before=peak, after=peak * factor, data={"factor": factor}
+            remedy=self.name, what="learning rate (peak)", before=peak, after=float(f"{peak * factor:.6g}"), data={"factor": factor}
         )
 
     def undo(self, subject: Subject, change: Change) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from autoprec.audit.events import (
     AttemptStarted,
@@ -29,8 +29,12 @@ from autoprec.evidence import (
     ScaleSearch,
     Step,
 )
-from autoprec.noun import Noun
 from autoprec.outcome import Attempt, Change, Outcome, Price, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from autoprec.noun import Noun
 
 RUN = "20260314T150926535Z-0a1b2c"
 PLACE = Place(
@@ -43,7 +47,7 @@ PLACE = Place(
 )
 OVERFLOW = Finding(
     mode="forward_overflow",
-    because="aten.bmm makes 1.32e+05 from inputs up to 363, and float16 ends at 65504; fp32 trains on the same batches.",
+    because="aten.bmm makes 131769 from inputs up to 363, and float16 ends at 65504; fp32 trains on these batches.",
     where=PLACE,
     op="aten.bmm",
     ruled_out=(
@@ -236,7 +240,7 @@ def unrepaired() -> list[Event]:
         mode="nonfinite_data",
         because="3 of 640 sampled rows hold NaN, all in input 0, column 3 (age).",
         evidence={"rows": 3, "sampled": 640},
-        suggestion="Fill or drop the rows: df['age'] = df['age'].fillna(df['age'].median()), or add fastai's FillMissing.",
+        suggestion="Fill the rows: df['age'] = df['age'].fillna(df['age'].median()), or add fastai's FillMissing.",
         repairable=False,
     )
     nan = Leg(
@@ -245,9 +249,7 @@ def unrepaired() -> list[Event]:
         planned_steps=40,
         failure=Failure(step=0, where="input", names=("input 0",)),
     )
-    fp32 = nan.model_copy(
-        update={"spec": LegSpec(precision="fp32"), "steps": (Step(step=0, loss=math.nan, lr=0.01),)}
-    )
+    fp32 = nan.model_copy(update={"spec": LegSpec(precision="fp32"), "steps": (Step(step=0, loss=math.nan, lr=0.01),)})
     attempt = Attempt(
         remedy="normalize_inputs",
         mode="nonfinite_data",

@@ -10,7 +10,7 @@ Not this     large inputs (`unnormalized_inputs`), the loss function (`loss_over
 from __future__ import annotations
 
 from autoprec.diagnosis.finding import Rule
-from autoprec.diagnosis.ranges import range_check
+from autoprec.diagnosis.ranges import hidden_if_behind, range_check
 
 RULE = Rule(
     mode="forward_overflow",
@@ -27,4 +27,5 @@ RULE = Rule(
         ),
     ),
     doc=__doc__ or "",
+    more=hidden_if_behind,
 )

@@ -8,7 +8,7 @@ Not this     a value that grew too large (`forward_overflow`), or a zero that fp
 from __future__ import annotations
 
 from autoprec.diagnosis.finding import Rule
-from autoprec.diagnosis.ranges import range_check
+from autoprec.diagnosis.ranges import hidden_if_behind, range_check
 
 SUGGESTIONS = (
     ("log", "compute in fp32 (x.float()), or use a with-logits form / logsumexp"),
@@ -23,4 +23,5 @@ RULE = Rule(
     needs=("leg:main", "leg:fp32"),
     check=range_check("forward_underflow", "forward", "underflow", SUGGESTIONS),
     doc=__doc__ or "",
+    more=hidden_if_behind,
 )

@@ -25,6 +25,10 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
     if reason is None or not bent:
         return None
     top = max(bent, key=lambda p: p.flushed)
+    best = evidence.best_fidelity
+    there = {p.name: p for p in best.parameters}.get(top.name) if best else None
+    if there is not None and there.flushed > top.flushed / 2:
+        return None  # zero at any scale: the value was lost in the forward pass, not in the gradient
     return Finding(
         mode=RULE.mode,
         because=f"at loss scale {fidelity.scale:g}, {top.flushed:.0%} of the gradient of {top.name} is zero in 16 bits "
@@ -37,8 +41,8 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
 
 RULE = Rule(
     mode="gradient_underflow",
-    needs=("leg:main", "leg:fp32", "comparison", "fidelity"),
+    needs=("leg:main", "leg:fp32", "comparison", "scale_search", "fidelity", "best_fidelity"),
     check=check,
     doc=__doc__ or "",
-    relevant=behind_twin,
+    relevant=lambda e, limits: e.configuration.requested == "fp16" and behind_twin(e, limits),
 )

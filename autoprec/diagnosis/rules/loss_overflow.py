@@ -8,7 +8,7 @@ Not this     a prediction that is not finite already (`forward_overflow`).
 from __future__ import annotations
 
 from autoprec.diagnosis.finding import Rule
-from autoprec.diagnosis.ranges import range_check
+from autoprec.diagnosis.ranges import hidden_if_behind, range_check
 
 RULE = Rule(
     mode="loss_overflow",
@@ -24,4 +24,5 @@ RULE = Rule(
         ),
     ),
     doc=__doc__ or "",
+    more=hidden_if_behind,
 )

@@ -8,7 +8,7 @@ Not this     a sum that grew too large (`loss_overflow`), or log(0) in fp32 as w
 from __future__ import annotations
 
 from autoprec.diagnosis.finding import Rule
-from autoprec.diagnosis.ranges import range_check
+from autoprec.diagnosis.ranges import hidden_if_behind, range_check
 from autoprec.diagnosis.rules.forward_underflow import SUGGESTIONS
 
 RULE = Rule(
@@ -16,4 +16,5 @@ RULE = Rule(
     needs=("leg:main", "leg:fp32"),
     check=range_check("loss_underflow", "loss", "underflow", SUGGESTIONS),
     doc=__doc__ or "",
+    more=hidden_if_behind,
 )
