@@ -18,8 +18,8 @@ Not this     a way to train faster (fp32 is), nor a bit-exact GPU: sums run in a
 Limits:
     * Inside one call of an LSTM, GRU or RNN (and its cells) states between time steps and gates stay fp32;
       cuDNN stores each state in half. Inputs, initial states, weights and results are half.
-    * Attention (`scaled_dot_product_attention`) is CUDA's fused kernel: scores never leave fp32. `bilinear` is
-      rounded once at its end. cuBLAS may add the parts of a split sum in half; here sums are fp32.
+    * Attention (`scaled_dot_product_attention`) is CUDA's fused kernel: scores never leave fp32. `bilinear`
+      and `scatter_add` are rounded once at their end. Sums of products are fp32; cuBLAS may add parts in half.
     * Ops on no list run the stock CPU kernel in the dtype they are given, as on CUDA. FFTs of a half tensor
       raise; CUDA computes those of a power-of-two length.
     * Tensors on other devices, float64 and integers are left alone. `torch.compile` is not supported.
@@ -101,8 +101,8 @@ _RECURRENT = tuple(f"{net}.{kind}" for net in ("lstm", "gru", "rnn_tanh", "rnn_r
 _NO_GOOD_HALF_KERNEL = ("adaptive_avg_pool3d", "avg_pool3d", "polygamma", "round.decimals", "rrelu")
 # Several products in a row: on CUDA each intermediate result is a half tensor, and may overflow as one.
 _CHAINS = frozenset({"aten::einsum", "aten::chain_matmul", "aten::linalg_multi_dot"})
-# CUDA adds into half memory, one rounding per addition; so does the stock CPU kernel.
-_ADDS_IN_HALF = frozenset({"aten::index_put", "aten::scatter_add"})
+# CUDA adds into half memory, one rounding per addition; so does the stock CPU kernel (that of scatter_add does not).
+_ADDS_IN_HALF = frozenset({"aten::index_put"})
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _NOTHING = _AUTOCAST - _AUTOCAST
@@ -371,7 +371,7 @@ def _kernel(op: Any, make: Callable[[Any], _Kernel]) -> _Kernel:
         run = op if in_chain and make is not _low_precision else body
         _here.op, _here.in_chain = outer or name, False
         try:
-            # A subclass has had its __torch_function__ already; a second round would recurse into it.
+            # A subclass was asked (or not) on the way in; what we do inside is not its business.
             with torch._C._ExcludeDispatchKeyGuard(below), torch._C.DisableTorchFunctionSubclass():
                 return run(*args, **kwargs)
         finally:

@@ -252,6 +252,8 @@ class KeepModulesFp32(RemedySettings):
 
     max_share: Share = 0.5
     """Share of the forward's time that islands may take; beyond it a 16-bit run has no point."""
+    max_islands: Annotated[Whole, Field(ge=1, le=100)] = 8
+    """How often the set of islands may grow in one repair. 8: a fault in every layer is better met by bf16."""
 
 
 class LossFp32(RemedySettings):

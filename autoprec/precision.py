@@ -8,16 +8,19 @@ only while a leg or a guarded fit runs; what the user gets back is fastai's own 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
+from fastai.callback.core import Callback
+from fastai.torch_core import to_float
 from fastcore.foundation import L
 
 from autoprec import emulation
 from autoprec.evidence import Precision
+from autoprec.islands import Island, entered
 
 if TYPE_CHECKING:
     from fastai.learner import Learner
@@ -30,6 +33,7 @@ __all__ = [
     "attached",
     "availability",
     "carried",
+    "computing",
     "device_type",
     "stock_callback",
 ]
@@ -62,10 +66,19 @@ class Setting:
     Attributes:
         precision: "fp16", "bf16" or "fp32".
         scaler_kwargs: arguments of GradScaler (init_scale, growth_interval, …); ignored but for fp16.
+        islands: parts of the model that stay in fp32; ignored for fp32.
+        loss_fp32: the loss function runs outside autocast; ignored for fp32.
     """
 
     precision: Precision
     scaler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    islands: tuple[Island, ...] = ()
+    loss_fp32: bool = False
+
+    @property
+    def stock(self) -> bool:
+        """Whether fastai's own callback does all of it."""
+        return self.precision == "fp32" or not (self.islands or self.loss_fp32)
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,72 @@ def stock_callback(setting: Setting) -> Any | None:
 
 
 @contextmanager
+def computing(learn: Learner, setting: Setting) -> Iterator[None]:
+    """What a setting needs besides its callback: CUDA's op lists on a CPU, the islands, the loss in fp32."""
+    device = device_type(learn)
+    with ExitStack() as stack:
+        if setting.precision != "fp32":
+            if device == "cpu":
+                stack.enter_context(emulation.emulate_cuda())
+            stack.enter_context(entered(learn, setting.islands, device))
+            if setting.loss_fp32:
+                off = _LossOutside(device)
+                cbs = [_BeforeLoss(off), _AfterLoss(off)]
+                stack.enter_context(learn.added_cbs(cbs))
+                stack.callback(off.leave)
+        yield
+
+
+class _LossOutside:
+    """Autocast off from after the prediction until before MixedPrecision leaves autocast."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.open: torch.autocast | None = None
+
+    def enter(self) -> None:
+        self.open = torch.autocast(self.device, enabled=False)
+        self.open.__enter__()
+
+    def leave(self) -> None:
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
+            self.open = None
+
+
+class _BeforeLoss(Callback):  # type: ignore[misc]  # fastai ships no types
+    """After MixedPrecision (order 10) has cast the prediction up."""
+
+    order = 10.2
+
+    def __init__(self, off: _LossOutside) -> None:
+        self.loss_outside = off
+
+    def after_pred(self) -> None:
+        """Leave autocast for the loss; targets in 16 bits are cast up too."""
+        self.learn.yb = to_float(self.learn.yb) if any(is_half(t) for t in self.learn.yb) else self.learn.yb
+        self.loss_outside.enter()
+
+
+class _AfterLoss(Callback):  # type: ignore[misc]
+    """Before MixedPrecision (order 10), which leaves the outer autocast."""
+
+    order = 9.9
+
+    def __init__(self, off: _LossOutside) -> None:
+        self.loss_outside = off
+
+    def after_loss(self) -> None:
+        """Back into autocast, for MixedPrecision to leave it."""
+        self.loss_outside.leave()
+
+
+def is_half(value: Any) -> bool:
+    """Whether a value is a tensor in fp16 or bf16."""
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+
+
+@contextmanager
 def attached(learn: Learner, setting: Setting) -> Iterator[None]:
     """Run the block with exactly one precision callback, working on the learner's device (none for fp32).
 
@@ -160,10 +239,7 @@ def attached(learn: Learner, setting: Setting) -> Iterator[None]:
         learn.cbs.remove(ours)
         learn.cbs.insert(place, ours)
     try:
-        if device == "cpu" and setting.precision != "fp32":
-            with emulation.emulate_cuda():
-                yield
-        else:
+        with computing(learn, setting):
             yield
     finally:
         if ours is not None and ours in learn.cbs:

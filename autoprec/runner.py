@@ -11,20 +11,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from autoprec.audit.events import AttemptStarted, Failed, FitFinished, FitStarted, Note, Plan, RunStarted
 from autoprec.diagnosis import RULES, diagnose
 from autoprec.diagnosis.finding import Diagnosis, Finding, NotRun
 from autoprec.diagnosis.fp32 import LOWER_LR
-from autoprec.environment import environment
+from autoprec.doctor import environment
 from autoprec.errors import RestoreError
 from autoprec.evidence import Evidence, Leg
 from autoprec.observe.fit import FitLog, FitWatch
 from autoprec.observe.gather import Gatherer
 from autoprec.outcome import Attempt, Change, Outcome, Price, Verdict
 from autoprec.planner import PlannedAttempt, next_attempt
-from autoprec.precision import attached, carried, stock_callback
+from autoprec.precision import Setting, attached, carried, stock_callback
 from autoprec.remedies import REMEDIES, Remedy, Subject
 from autoprec.snapshot import Snapshot, fingerprint, release_autocast
 from autoprec.verify import compare, diverged, judge, trains, worse
@@ -163,6 +164,7 @@ class Runner:
         self.journal.write(
             "attempt_started", AttemptStarted(mode=step.mode, remedy=step.remedy, parameters=step.settings)
         )
+        self.subject.place = primary.where
         for need in remedy.needs:
             if not evidence.has(need) and need not in self.unavailable:
                 evidence = self._provide(need, evidence)
@@ -171,20 +173,29 @@ class Runner:
             self._note(Attempt(remedy=step.remedy, mode=step.mode, applicable=False, reason=obstacle))
             return None
         before = fingerprint(self.subject.learn)
-        change = remedy.apply(self.subject, evidence, settings)
+        changes = [remedy.apply(self.subject, evidence, settings)]
         after, found = self.look(new_twin=remedy.new_twin)
         verdict = self._verdict(primary, after, found, seen)
+        while not verdict.healthy and remedy.grows and len(changes) < settings.max_islands:
+            # The same remedy on top of itself, where the fault has moved to.
+            self.subject.place = found.primary.where if found.primary else None
+            if remedy.obstacle(self.subject, after, settings) is not None:
+                break
+            changes.append(remedy.apply(self.subject, after, settings))
+            after, found = self.look(new_twin=remedy.new_twin)
+            verdict = self._verdict(primary, after, found, seen)
         attempt = Attempt(
-            remedy=step.remedy, mode=step.mode, applicable=True, reason=verdict.reason, change=change,
+            remedy=step.remedy, mode=step.mode, applicable=True, reason=verdict.reason, change=_merged(changes),
             verdict=verdict, kept=verdict.healthy,
         )  # fmt: skip
         self._note(attempt)
         if verdict.healthy:
-            self.kept.append(Kept(remedy, change))
+            self.kept += [Kept(remedy, change) for change in changes]
             if remedy.new_twin or self.reference is None:
                 self._remember_twin(after)
             return after, found
-        remedy.undo(self.subject, change)
+        for change in reversed(changes):
+            remedy.undo(self.subject, change)
         self._same(before, f"after taking back {step.remedy}")
         return None
 
@@ -225,6 +236,10 @@ class Runner:
         if differences:
             raise RestoreError(f"{when} the learner differs from before in {', '.join(differences[:8])}")
 
+    def _changes(self) -> Iterator[Change]:
+        for _, group in groupby(self.kept, key=lambda k: k.change.remedy):
+            yield _merged([k.change for k in group])
+
     def undo_all(self) -> None:
         """Take every kept change back, the last one first."""
         while self.kept:
@@ -239,7 +254,11 @@ class Runner:
         learn, log = s.learn, FitLog()
         steps = sum(s.plan.stages(learn))
         self.journal.write(
-            "fit_started", FitStarted(precision=s.setting.precision, steps=steps, schedule=s.plan.schedule)
+            "fit_started",
+            FitStarted(
+                precision=s.setting.precision, islands=tuple(map(str, s.setting.islands)), steps=steps,
+                schedule=s.plan.schedule,
+            ),  # fmt: skip
         )
         started = time.perf_counter()
         release_autocast()
@@ -260,8 +279,14 @@ class Runner:
         return leg, verdict, seconds
 
     def install(self) -> None:
-        """Leave the learner with fastai's own callback for the precision that it was trained in."""
+        """Leave the learner with fastai's own callback for the precision that it was trained in.
+
+        What needed more than that callback (islands, the loss in fp32) comes back without one: so `validate`,
+        `get_preds` and an export compute in fp32, which is right, rather than in bare 16 bits, which is not.
+        """
         learn, setting = self.subject.learn, self.subject.setting
+        if not setting.stock:
+            setting = Setting("fp32")
         callbacks, now = carried(learn)
         if len(callbacks) == 1 and now == setting or not callbacks and setting.precision == "fp32":
             return
@@ -372,7 +397,7 @@ class Runner:
         self.journal.write(
             "run_started",
             RunStarted(
-                environment=environment(s.learn),
+                environment=environment() | {"model": type(s.learn.model).__name__},
                 policy=self.policy.name,
                 policy_content=self.policy.model_dump(mode="json"),
                 plan=Plan(
@@ -391,7 +416,8 @@ class Runner:
             precision=self.subject.setting.precision if trained else None,
             diagnosis=diagnosis,
             attempts=tuple(self.attempts),
-            changes=tuple(k.change for k in self.kept),
+            islands=tuple(map(str, self.subject.setting.islands)) if trained else (),
+            changes=tuple(self._changes()),
             price=price,
             checks_not_run=not_run,
             audit_path=str(self.journal.path),
@@ -401,6 +427,11 @@ class Runner:
         )
         self.journal.write("run_finished", outcome)
         return outcome.with_learner(self.subject.learn)
+
+
+def _merged(changes: Sequence[Change]) -> Change:
+    """One change for a remedy that was applied on top of itself."""
+    return changes[-1].model_copy(update={"before": changes[0].before})
 
 
 class _Interrupted(BaseException):

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autoprec import emulation
 from autoprec.audit.events import LegFinished
 from autoprec.diagnosis.fp32 import CLIP, LOWER_LR
 from autoprec.evidence import Evidence, Leg, LegSpec, Precision
@@ -19,7 +18,7 @@ from autoprec.observe.configuration import read_configuration
 from autoprec.observe.data import DataCollector
 from autoprec.observe.gradients import Batch, fidelity, find_hidden, search_scale
 from autoprec.observe.leg import LegRun, quotas, run_leg
-from autoprec.precision import Setting, device_type
+from autoprec.precision import computing
 from autoprec.remedies.clip_gradients import clip_norm
 from autoprec.snapshot import preserved, release_autocast
 from autoprec.verify import compare, worse
@@ -125,15 +124,14 @@ class Gatherer:
         learn = self.subject.learn
         stack.enter_context(preserved(learn))
         release_autocast()
-        if device_type(learn) == "cpu":
-            stack.enter_context(emulation.emulate_cuda())
+        stack.enter_context(computing(learn, self.subject.setting))
         learn.model.train()
         learn.training = True
 
     def _scale_search(self, evidence: Evidence) -> Evidence:
         with ExitStack() as stack:
             self._measuring(stack)
-            found = search_scale(self.subject.learn, self.batches)
+            found = search_scale(self.subject.learn, self.batches, self.subject.setting)
         self.journal.write("scale_search", found)
         return evidence.model_copy(update={"scale_search": found})
 
@@ -156,7 +154,7 @@ class Gatherer:
             return evidence
         with ExitStack() as stack:
             self._measuring(stack)
-            found = fidelity(self.subject.learn, self.batches[0], precision, scale)
+            found = fidelity(self.subject.learn, self.batches[0], self.subject.setting, scale)
         self.journal.write("fidelity", found)
         return evidence.model_copy(update={name: found})
 
@@ -166,7 +164,7 @@ class Gatherer:
             return evidence
         with ExitStack() as stack:
             self._measuring(stack)
-            found = find_hidden(self.subject.learn, self.batches, precision)
+            found = find_hidden(self.subject.learn, self.batches, self.subject.setting)
         return evidence.model_copy(update={"hidden": found})
 
     def _comparison(self, evidence: Evidence) -> Evidence:

@@ -20,6 +20,8 @@ from autoprec.observe.tensors import all_finite
 if TYPE_CHECKING:
     from fastai.learner import Learner
 
+    from autoprec.precision import Setting
+
 __all__ = ["Batch", "fidelity", "find_hidden", "search_scale"]
 
 Batch = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -28,9 +30,9 @@ _HIGHEST, _LOWEST = 24, -14
 """Exponents of the scales tried: fastai's own ceiling for dynamic scales, and half's smallest normal number."""
 
 
-def _replay(learn: Learner, batch: Batch) -> Replay:
+def _replay(learn: Learner, batch: Batch, *, loss_fp32: bool) -> Replay:
     learn.xb, learn.yb, learn.pred = batch[0], batch[1], None
-    return Replay.capture(learn)
+    return Replay.capture(learn, loss_fp32=loss_fp32)
 
 
 def _loss(replay: Replay, precision: Precision) -> Tensor:
@@ -42,13 +44,13 @@ def _gradients(loss: Tensor, params: list[Tensor], scale: float, *, retain: bool
     return list(torch.autograd.grad(loss * scale, params, allow_unused=True, retain_graph=retain))
 
 
-def search_scale(learn: Learner, batches: Sequence[Batch], precision: Precision = "fp16") -> ScaleSearch:
+def search_scale(learn: Learner, batches: Sequence[Batch], setting: Setting) -> ScaleSearch:
     """Find the largest power of two that keeps the gradients of every batch finite, by bisection.
 
     Args:
         learn: the learner, in training mode, with its loss function.
         batches: (inputs, targets) pairs as the model got them.
-        precision: "fp16".
+        setting: precision (with a loss scale: fp16) and what of it the loss needs.
 
     Returns:
         The search; `largest_finite` is None where even 2**-14 overflows (or the loss itself is not finite).
@@ -56,12 +58,12 @@ def search_scale(learn: Learner, batches: Sequence[Batch], precision: Precision 
     params = [p for p in learn.model.parameters() if p.requires_grad]
     best: int | None = _HIGHEST
     for batch in batches:
-        replay = _replay(learn, batch)
+        replay = _replay(learn, batch, loss_fp32=setting.loss_fp32)
         with replay.again():
-            loss = _loss(replay, precision)
+            loss = _loss(replay, setting.precision)
             best = _bisect(loss, params, best)
         if best is None:
-            origin = trace(replay, precision, scale=2.0**_LOWEST)
+            origin = trace(replay, setting.precision, scale=2.0**_LOWEST)
             return ScaleSearch(
                 largest_finite=None, smallest_tried=2.0**_LOWEST, batches=len(batches), origin=origin
             )
@@ -88,28 +90,28 @@ def _bisect(loss: Tensor, params: list[Tensor], ceiling: int | None) -> int | No
     return low
 
 
-def find_hidden(learn: Learner, batches: Sequence[Batch], precision: Precision) -> Hidden:
+def find_hidden(learn: Learner, batches: Sequence[Batch], setting: Setting) -> Hidden:
     """Look for a non-finite value that was made and absorbed, in the forward pass and the loss of kept batches.
 
     Costs two instrumented forward passes per batch, more only where something is found.
     """
     for batch in batches:
-        origin = trace(_replay(learn, batch), precision, only_in_16=True)
+        origin = trace(_replay(learn, batch, loss_fp32=setting.loss_fp32), setting.precision, only_in_16=True)
         if origin is not None:
             return Hidden(batches=len(batches), origin=origin)
     return Hidden(batches=len(batches))
 
 
-def fidelity(learn: Learner, batch: Batch, precision: Precision, scale: float) -> Fidelity:
+def fidelity(learn: Learner, batch: Batch, setting: Setting, scale: float) -> Fidelity:
     """Compare each parameter's gradient in 16 bits (loss times `scale`, divided out again) with fp32's.
 
     A parameter without gradient in either is left out. NaN in a 16-bit gradient gives NaN figures.
     """
     named = [(n, p) for n, p in learn.model.named_parameters() if p.requires_grad]
     params = [p for _, p in named]
-    replay = _replay(learn, batch)
+    replay = _replay(learn, batch, loss_fp32=setting.loss_fp32)
     with replay.again():
-        loss16 = _loss(replay, precision)
+        loss16 = _loss(replay, setting.precision)
         g16 = _gradients(loss16, params, scale, retain=False)
     with replay.again():
         loss32 = _loss(replay, "fp32")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +79,7 @@ class LegRun:
     replay: Replay | None = None
     loss: float = math.nan
     bad_prediction: bool = False
+    loss_fp32: bool = False
     inner_fit: int = -1
     done: int = 0
     norm: float | None = None
@@ -132,7 +133,7 @@ class _Ends(Callback):  # type: ignore[misc]  # fastai ships no types
             run.data.inputs(self.xb)
         if len(run.batches) < run.keep:
             run.batches.append((tuple(self.xb), tuple(self.yb)))
-        run.replay = Replay.capture(self.learn)
+        run.replay = Replay.capture(self.learn, loss_fp32=run.loss_fp32)
 
     def after_pred(self) -> None:
         run = self.leg_run
@@ -270,7 +271,9 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
         cbs.append(GradientClip(run.spec.clip))
     learn.logger, learn.create_mbar = _silent, False
     try:
-        with attached(learn, Setting(run.spec.precision, kwargs)):
+        own = replace(setting, precision=run.spec.precision, scaler_kwargs=kwargs)
+        run.loss_fp32 = own.loss_fp32
+        with attached(learn, own):
             plan.scaled(run.spec.lr_factor).run(learn, cbs)
     except (torch.OutOfMemoryError, MemoryError):
         raise

@@ -66,6 +66,7 @@ class Replay:
         xb, yb: the batch as the model and the loss got it.
         generators: torch's generator states before the forward pass.
         buffers: copies of the model's buffers before the forward pass.
+        loss_fp32: the loss runs outside autocast.
     """
 
     learn: Learner
@@ -73,13 +74,14 @@ class Replay:
     yb: tuple[Any, ...]
     generators: tuple[Tensor, list[Tensor]]
     buffers: dict[str, Tensor]
+    loss_fp32: bool = False
 
     @classmethod
-    def capture(cls, learn: Learner) -> Replay:
+    def capture(cls, learn: Learner, *, loss_fp32: bool = False) -> Replay:
         """Keep what the coming forward pass will change; cheap (buffers and generator states)."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         buffers = {n: b.detach().clone() for n, b in learn.model.named_buffers()}
-        return cls(learn, tuple(learn.xb), tuple(learn.yb), (torch.get_rng_state(), cuda), buffers)
+        return cls(learn, tuple(learn.xb), tuple(learn.yb), (torch.get_rng_state(), cuda), buffers, loss_fp32)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -114,6 +116,10 @@ class Replay:
 
     def loss(self, pred: Any) -> Tensor:
         """The loss of a prediction of `predict`."""
+        if self.loss_fp32:
+            with self.precision("fp32"):
+                outside: Tensor = self.learn.loss_func(pred, *self.yb)
+            return outside
         loss: Tensor = self.learn.loss_func(pred, *self.yb)
         return loss
 

@@ -14,6 +14,8 @@ from autoprec.remedies.carry_scale import CarryScale
 from autoprec.remedies.clip_gradients import ClipGradients
 from autoprec.remedies.fp32 import Fp32
 from autoprec.remedies.init_scale import InitScale
+from autoprec.remedies.keep_modules_fp32 import KeepModulesFp32
+from autoprec.remedies.loss_fp32 import LossFp32
 from autoprec.remedies.lower_lr import LowerLr
 from autoprec.remedies.master_weights import MasterWeights
 from autoprec.remedies.normalize_inputs import NormalizeInputs
@@ -27,6 +29,8 @@ REMEDIES: dict[str, Remedy[Any]] = {
         OnePrecisionCallback(),
         MasterWeights(),
         NormalizeInputs(),
+        KeepModulesFp32(),
+        LossFp32(),
         ClipGradients(),
         LowerLr(),
         CarryScale(),

@@ -17,7 +17,7 @@ from autoprec.policy import RemedySettings
 if TYPE_CHECKING:
     from fastai.learner import Learner
 
-    from autoprec.evidence import Evidence
+    from autoprec.evidence import Evidence, Place
     from autoprec.precision import Setting
     from autoprec.schedule import FitPlan
 
@@ -35,6 +35,7 @@ class Subject:
         plan: the fit that is to be made.
         setting: the precision it is to be made in.
         emulate_cuda: 16-bit arithmetic is emulated on a CPU.
+        place: where the finding at hand has its place in the model.
         held: per remedy, objects that its undo needs and that are no JSON.
     """
 
@@ -42,6 +43,7 @@ class Subject:
     plan: FitPlan
     setting: Setting
     emulate_cuda: bool = False
+    place: Place | None = None
     held: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,13 +59,16 @@ class Remedy(ABC, Generic[S]):
     new_twin: ClassVar[bool] = False
     """True: what is learned from changes, so that the fp32 twin of the user's own settings is no measure any more."""
 
+    grows: ClassVar[bool] = False
+    """True: where the fault moves on to another place, it may be applied again on top of itself."""
+
     @abstractmethod
     def obstacle(self, subject: Subject, evidence: Evidence, settings: S) -> str | None:
         """Why the remedy cannot be used here, in a sentence; None if it can."""
 
     @abstractmethod
     def apply(self, subject: Subject, evidence: Evidence, settings: S) -> Change:
-        """Make the change. Called only where `obstacle` returned None; not twice without an `undo` between."""
+        """Make the change. Called only where `obstacle` returned None; twice on top of itself only where it `grows`."""
 
     @abstractmethod
     def undo(self, subject: Subject, change: Change) -> None:
