@@ -16,6 +16,7 @@ __all__ = [
     "Comparison",
     "Configuration",
     "DataSample",
+    "Drift",
     "Evidence",
     "Failure",
     "Feature",
@@ -317,6 +318,23 @@ class Hidden(Noun):
     """None: every value of the forward pass and the loss was finite wherever fp32's is."""
 
 
+class Drift(Noun):
+    """Where finite 16-bit values first leave fp32's by more than a share of their variation."""
+
+    place: Place | None = None
+    """None: no op passed the limit."""
+    op: str | None = None
+    error: float | None = None
+    """Root mean square of the difference at that op, over the standard deviation of fp32's value."""
+    size: float | None = None
+    """Mean magnitude of fp32's value there."""
+    variation: float | None = None
+    """Standard deviation of fp32's value there."""
+    largest: float
+    """Largest such error over all ops."""
+    ops_compared: int
+
+
 class Comparison(Noun):
     """The main leg's losses beside the fp32 twin's.
 
@@ -347,6 +365,7 @@ class Evidence(Noun):
     best_fidelity: Fidelity | None = None
     """At the largest scale that keeps the gradients finite; what a better scale could do at most."""
     hidden: Hidden | None = None
+    drift: Drift | None = None
     comparison: Comparison | None = None
 
     @property

@@ -153,6 +153,9 @@ class Limits(Section):
     gradient_cosine: Annotated[Real, Field(ge=-1, le=1)] = 0.99
     """Cosine between the 16-bit and the fp32 gradient below which they no longer point the same way. Rounding alone
     (2**-11 per element) leaves it above 0.9999."""
+    drift: Annotated[Real, Field(gt=0)] = 0.1
+    """Share of a value's standard deviation by which 16 bits may differ from fp32 before its signal counts as lost;
+    a tenth is a signal-to-noise ratio of 20 dB, where rounding alone (2**-11 of the size) leaves 60."""
     raw_input_size: Annotated[Real, Field(gt=0)] = 10.0
     """Magnitude of an input column's values from which on it counts as not normalized; standardized data stays
     below 10 deviations."""

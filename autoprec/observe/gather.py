@@ -16,7 +16,8 @@ from autoprec.diagnosis.fp32 import CLIP, LOWER_LR
 from autoprec.evidence import Evidence, Leg, LegSpec, Precision
 from autoprec.observe.configuration import read_configuration
 from autoprec.observe.data import DataCollector
-from autoprec.observe.gradients import Batch, fidelity, find_hidden, search_scale
+from autoprec.observe.drift import find_drift
+from autoprec.observe.gradients import Batch, fidelity, find_hidden, replay_of, search_scale
 from autoprec.observe.leg import LegRun, quotas, run_leg
 from autoprec.precision import computing
 from autoprec.remedies.clip_gradients import clip_norm
@@ -77,6 +78,7 @@ class Gatherer:
             "fidelity": self._fidelity,
             "best_fidelity": self._best_fidelity,
             "hidden": self._hidden,
+            "drift": self._drift,
             "comparison": self._comparison,
         }
         return provider[need](evidence)
@@ -166,6 +168,16 @@ class Gatherer:
             self._measuring(stack)
             found = find_hidden(self.subject.learn, self.batches, self.subject.setting)
         return evidence.model_copy(update={"hidden": found})
+
+    def _drift(self, evidence: Evidence) -> Evidence:
+        precision, learn = self.subject.setting.precision, self.subject.learn
+        if not self.batches or precision == "fp32":
+            return evidence
+        with ExitStack() as stack:
+            self._measuring(stack)
+            replay = replay_of(learn, self.batches[0], loss_fp32=self.subject.setting.loss_fp32)
+            found = find_drift(replay, precision, self.policy.limits.drift)
+        return evidence.model_copy(update={"drift": found})
 
     def _comparison(self, evidence: Evidence) -> Evidence:
         main, twin, limits = evidence.main, evidence.legs["fp32"], self.policy.limits

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from autoprec.precision import Setting
 
-__all__ = ["Batch", "fidelity", "find_hidden", "search_scale"]
+__all__ = ["Batch", "fidelity", "find_hidden", "replay_of", "search_scale"]
 
 Batch = tuple[tuple[Any, ...], tuple[Any, ...]]
 
@@ -30,7 +30,8 @@ _HIGHEST, _LOWEST = 24, -14
 """Exponents of the scales tried: fastai's own ceiling for dynamic scales, and half's smallest normal number."""
 
 
-def _replay(learn: Learner, batch: Batch, *, loss_fp32: bool) -> Replay:
+def replay_of(learn: Learner, batch: Batch, *, loss_fp32: bool) -> Replay:
+    """A kept batch as a replay, from the learner's present state."""
     learn.xb, learn.yb, learn.pred = batch[0], batch[1], None
     return Replay.capture(learn, loss_fp32=loss_fp32)
 
@@ -58,7 +59,7 @@ def search_scale(learn: Learner, batches: Sequence[Batch], setting: Setting) -> 
     params = [p for p in learn.model.parameters() if p.requires_grad]
     best: int | None = _HIGHEST
     for batch in batches:
-        replay = _replay(learn, batch, loss_fp32=setting.loss_fp32)
+        replay = replay_of(learn, batch, loss_fp32=setting.loss_fp32)
         with replay.again():
             loss = _loss(replay, setting.precision)
             best = _bisect(loss, params, best)
@@ -96,7 +97,7 @@ def find_hidden(learn: Learner, batches: Sequence[Batch], setting: Setting) -> H
     Costs two instrumented forward passes per batch, more only where something is found.
     """
     for batch in batches:
-        origin = trace(_replay(learn, batch, loss_fp32=setting.loss_fp32), setting.precision, only_in_16=True)
+        origin = trace(replay_of(learn, batch, loss_fp32=setting.loss_fp32), setting.precision, only_in_16=True)
         if origin is not None:
             return Hidden(batches=len(batches), origin=origin)
     return Hidden(batches=len(batches))
@@ -109,7 +110,7 @@ def fidelity(learn: Learner, batch: Batch, setting: Setting, scale: float) -> Fi
     """
     named = [(n, p) for n, p in learn.model.named_parameters() if p.requires_grad]
     params = [p for _, p in named]
-    replay = _replay(learn, batch, loss_fp32=setting.loss_fp32)
+    replay = replay_of(learn, batch, loss_fp32=setting.loss_fp32)
     with replay.again():
         loss16 = _loss(replay, setting.precision)
         g16 = _gradients(loss16, params, scale, retain=False)

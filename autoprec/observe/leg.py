@@ -27,8 +27,9 @@ from fastai.callback.core import (
 )
 from fastai.callback.training import GradientClip
 
-from autoprec.evidence import Failure, Leg, LegSpec, Origin, Step
+from autoprec.evidence import Failure, Leg, LegSpec, Misuse, Origin, Step
 from autoprec.observe.data import DataCollector
+from autoprec.observe.misuse import watch_callbacks
 from autoprec.observe.origin import Replay, place_of_exception, trace
 from autoprec.observe.tensors import all_finite, floating, largest, nonfinite_names, total_norm
 from autoprec.precision import Setting, attached
@@ -75,6 +76,7 @@ class LegRun:
     validation: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     poisoned: tuple[str, ...] = ()
+    misuses: list[Misuse] = field(default_factory=list)
     batches: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
     replay: Replay | None = None
     loss: float = math.nan
@@ -270,6 +272,8 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
     if run.spec.clip is not None:
         cbs.append(GradientClip(run.spec.clip))
     learn.logger, learn.create_mbar = _silent, False
+    if run.spec.precision == "fp16":
+        watch_callbacks(learn, run.misuses)
     try:
         own = replace(setting, precision=run.spec.precision, scaler_kwargs=kwargs)
         run.loss_fp32 = own.loss_fp32
@@ -293,6 +297,7 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
         validation=tuple(run.validation),
         metrics=run.metrics,
         poisoned_buffers=run.poisoned,
+        misuses=tuple(run.misuses),
         param_change=_change(weights, moved),
         seconds=time.perf_counter() - started,
         peak_memory=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ from autoprec.precision import DTYPES
 if TYPE_CHECKING:
     from fastai.learner import Learner
 
-__all__ = ["Replay", "place_of_exception", "trace"]
+__all__ = ["Replay", "place_at", "place_of_exception", "trace", "watch"]
 
 _HERE = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple(
@@ -155,6 +155,10 @@ class _Seen:
         self.args = self.out = None
         return self
 
+    def without_tensors(self) -> _Seen:
+        """Key, place and op alone."""
+        return _Seen(self.key, self.phase, self.place, self.op)
+
     def operation(self) -> Operation:
         if self.sizes is not None:
             return self.sizes
@@ -190,6 +194,7 @@ class _Watcher(TorchDispatchMode):
     names: dict[int, str]
     classes: dict[int, str]
     wanted: tuple[Any, ...] | None = None
+    note: Callable[[_Seen, Any], None] | None = None
     candidates: list[_Seen] = field(default_factory=list)
     found: _Seen | None = None
     watched: int = 0
@@ -209,7 +214,9 @@ class _Watcher(TorchDispatchMode):
         if _NOT_MAKERS.match(name):
             return out
         seen = self._seen(name, (args, kwargs or {}), out)
-        if self.wanted is not None:
+        if self.note is not None:
+            self.note(seen, out)
+        elif self.wanted is not None:
             if seen.key == self.wanted and self.found is None:
                 self.found = _Seen(seen.key, seen.phase, seen.place, seen.op, seen.args, seen.out).measured()
         elif len(self.candidates) < 64:
@@ -262,7 +269,7 @@ def _user_frame(frame: FrameType | None) -> Place:
         if file == __file__ and frame.f_code.co_name in ("predict", "loss"):
             break
         if not file.startswith(("<", *_LIBRARIES)) and not Path(file).resolve().as_posix().startswith(_LIBRARIES):
-            return _place_at(file, frame.f_lineno, frame.f_code.co_name)
+            return place_at(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return Place()
 
@@ -279,11 +286,12 @@ def _frame_of_node() -> Place:
         if file == __file__ and found["function"] in ("predict", "loss"):
             break
         if not file.startswith(("<", *_LIBRARIES)):
-            return _place_at(file, int(found["line"]), found["function"])
+            return place_at(file, int(found["line"]), found["function"])
     return Place()
 
 
-def _place_at(file: str, line: int, function: str) -> Place:
+def place_at(file: str, line: int, function: str) -> Place:
+    """A line of the user's, its path shown from the working directory where it lies below it."""
     path = Path(file)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     source = linecache.getline(file, line).strip() or None
@@ -296,7 +304,7 @@ def place_of_exception(error: BaseException) -> Place:
     while tb is not None:
         file = tb.tb_frame.f_code.co_filename
         if not file.startswith(("<", *_LIBRARIES)):
-            place = _place_at(file, tb.tb_lineno, tb.tb_frame.f_code.co_name)
+            place = place_at(file, tb.tb_lineno, tb.tb_frame.f_code.co_name)
         tb = tb.tb_next
     return place
 
@@ -323,11 +331,25 @@ def _module_stack(watcher: _Watcher) -> Iterator[None]:
         post.remove()
 
 
-def _watch(replay: Replay, precision: Precision, scale: float | None, wanted: tuple[Any, ...] | None) -> _Watcher:
-    """Run the batch once under a watcher; with `scale` the backward pass too, from the loss times that."""
+def watch(
+    replay: Replay,
+    precision: Precision,
+    scale: float | None,
+    wanted: tuple[Any, ...] | None,
+    note: Callable[[_Seen, Any], None] | None = None,
+) -> _Watcher:
+    """Run the batch once under a watcher.
+
+    Args:
+        replay: the batch and the state before it.
+        precision: in which it is computed.
+        scale: given, the backward pass too, from the loss times that.
+        wanted: key of the one op whose sizes are to be read; None looks for non-finite values.
+        note: is called with every op and its output instead.
+    """
     model = replay.learn.model
     named = list(model.named_modules())
-    watcher = _Watcher({id(m): n for n, m in named}, {id(m): type(m).__name__ for _, m in named}, wanted)
+    watcher = _Watcher({id(m): n for n, m in named}, {id(m): type(m).__name__ for _, m in named}, wanted, note)
     with ExitStack() as stack:
         stack.enter_context(replay.again())
         if scale is not None:
@@ -364,7 +386,7 @@ def trace(
         The origin, or None if nothing is non-finite when the batch is computed again. Autograd's `.grad` fields,
         buffers and generators are as they were.
     """
-    watcher = _watch(replay, precision, scale, None)
+    watcher = watch(replay, precision, scale, None)
     candidates = watcher.candidates
     if not candidates:
         return None
@@ -373,13 +395,13 @@ def trace(
         seen = next((c for c in candidates if c not in meant), candidates[0])
         return _origin(seen, watcher, None)
     for seen in candidates:
-        twin = _watch(replay, "fp32", scale, seen.key).found
+        twin = watch(replay, "fp32", scale, seen.key).found
         value = _value(twin)
         if (value is None and not seen.fills) or (value is not None and value.finite):
             return _origin(seen, watcher, value)
     if only_in_16:
         return None
-    return _origin(candidates[0], watcher, _value(_watch(replay, "fp32", scale, candidates[0].key).found))
+    return _origin(candidates[0], watcher, _value(watch(replay, "fp32", scale, candidates[0].key).found))
 
 
 def _value(seen: _Seen | None) -> Fp32Value | None:

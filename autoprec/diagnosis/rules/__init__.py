@@ -26,7 +26,9 @@ from autoprec.diagnosis.rules import (
     nonfinite_parameters,
     plateau,
     poisoned_buffers,
+    precision_loss,
     precision_unavailable,
+    scaler_misuse,
     skipped_steps,
     unnormalized_inputs,
 )
@@ -56,6 +58,8 @@ RULES: tuple[Rule, ...] = (
     poisoned_buffers.RULE,
     gradient_overflow.RULE,
     skipped_steps.RULE,
+    scaler_misuse.RULE,
     gradient_underflow.RULE,
+    precision_loss.RULE,
     plateau.RULE,
 )
