@@ -22,7 +22,8 @@ Limits:
       and `scatter_add` are rounded once at their end. Sums of products are fp32; cuBLAS may add parts in half.
     * Ops on no list run the stock CPU kernel in the dtype they are given, as on CUDA. FFTs of a half tensor
       raise; CUDA computes those of a power-of-two length.
-    * Tensors on other devices, float64 and integers are left alone. `torch.compile` is not supported.
+    * Tensors on other devices, float64 and integers are left alone. `torch.compile` and named tensors are not
+      supported.
 """
 
 # The dispatcher has no public door: registrations, key guards and schemas all start with an underscore.
@@ -39,9 +40,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CUDA_ONLY", "CUDA_OP_POLICY", "current_op", "emulate_cuda", "is_emulating"]
+__all__ = ["CUDA_OP_POLICY", "NOT_OVERRIDDEN", "current_op", "emulate_cuda", "is_emulating"]
 
-# The lists of torch 2.14, which a test compares with the header and with the dispatcher of the installed torch.
+# The lists of torch 2.6 to 2.14. A test compares them with the header and the dispatcher of the installed torch;
+# what that torch does not have, or has no rule for, is left out when the overrides go in.
 _LISTS: Mapping[str, str] = {
     "low_precision": """
         _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -65,8 +67,9 @@ _LISTS: Mapping[str, str] = {
     "fp32_set_dtype": """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
         linalg_matrix_norm.str_ord sum sum.dim_IntList
+        prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname sum.dim_DimnameList
     """,
-    "append_dtype": "norm.Scalar norm.ScalarOpt_dim",
+    "append_dtype": "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim",
     "promote": """
         addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """,
@@ -83,7 +86,8 @@ is filled in where the caller gave none. "append_dtype": the same, by way of the
 "promote": fp32 if one operand is fp32, else half. "banned": raises. Float64 operands never change.
 """
 
-CUDA_ONLY: Mapping[str, str] = MappingProxyType(
+_NAMED = "named tensors, a prototype that later torch dropped; a kernel in Python cannot take them"
+NOT_OVERRIDDEN: Mapping[str, str] = MappingProxyType(
     {
         "aten::_cudnn_rnn": "cuDNN's; on a CPU a layer goes through lstm, gru and rnn_*, which are overridden instead",
         "aten::cudnn_convolution": "cuDNN's; nothing reaches it on a CPU",
@@ -91,14 +95,15 @@ CUDA_ONLY: Mapping[str, str] = MappingProxyType(
         "aten::_scaled_dot_product_flash_attention": "has a CUDA kernel only; its caller is overridden",
         "aten::_thnn_fused_lstm_cell": "has a CUDA kernel only; lstm_cell is overridden",
         "aten::_thnn_fused_gru_cell": "has a CUDA kernel only; gru_cell is overridden",
+        **{op: _NAMED for op in CUDA_OP_POLICY if "name" in op.partition(".")[2].lower()},
     }
 )
-"""Ops of `CUDA_OP_POLICY` that no CPU tensor can reach, each with its reason; they are not overridden."""
+"""Ops of `CUDA_OP_POLICY` that have no override of their own on the CPU, each with its reason."""
 
 # On CUDA these reach `_cudnn_rnn`, which is half in, half out. Here they have to be caught one level higher.
 _RECURRENT = tuple(f"{net}.{kind}" for net in ("lstm", "gru", "rnn_tanh", "rnn_relu") for kind in ("input", "data"))
-# On no list, so half in, half out; but the CPU has no half kernel, or (adaptive_avg_pool3d) one that adds in half.
-_NO_GOOD_HALF_KERNEL = ("adaptive_avg_pool3d", "avg_pool3d", "polygamma", "round.decimals", "rrelu")
+# On no list, so half in, half out; but the CPU (of some torch) has no half kernel, or adds in half.
+_NO_GOOD_HALF_KERNEL = ("adaptive_avg_pool3d", "avg_pool3d", "polygamma", "round.decimals", "rrelu", "trace")
 # Several products in a row: on CUDA each intermediate result is a half tensor, and may overflow as one.
 _CHAINS = frozenset({"aten::einsum", "aten::chain_matmul", "aten::linalg_multi_dot"})
 # CUDA adds into half memory, one rounding per addition; so does the stock CPU kernel (that of scatter_add does not).
@@ -396,7 +401,7 @@ def _kernels() -> dict[str, _Kernel]:
     bodies = {
         name: _chain if name in _CHAINS else _BODIES[policy]
         for name, policy in CUDA_OP_POLICY.items()
-        if name in on_cuda and name not in CUDA_ONLY
+        if name in on_cuda and name not in NOT_OVERRIDDEN
     }
     bodies |= {f"aten::{name}": _low_precision for name in _RECURRENT}
     bodies |= {f"aten::{name}": _half_where_given for name in _NO_GOOD_HALF_KERNEL}

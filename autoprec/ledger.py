@@ -63,6 +63,10 @@ class Skips:
         """Share of skipped steps after the first half; 0 if nothing was attempted there."""
         return self.late / self.late_attempted if self.late_attempted else 0.0
 
+    def late_words(self) -> str:
+        """` (3 of the last 20)`, or nothing where the leading skips fill the second half."""
+        return f" ({self.late} of the last {self.late_attempted})" if self.late_attempted else ""
+
     def collapsed(self, limits: Limits) -> bool:
         """Whether the scale ended below the floor."""
         return self.skipped > 0 and self.last_scale is not None and self.last_scale < limits.scale_floor

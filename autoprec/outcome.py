@@ -119,6 +119,8 @@ def _explain(outcome: Outcome) -> Iterable[str]:
     for change in outcome.changes:
         yield f"  changed  {change.what}: {change.before} -> {change.after}"
     for check in outcome.checks_not_run:
+        if check.why.startswith("not needed"):
+            continue
         yield f"  not run  {check.mode}: {check.why}"
     if outcome.next_step:
         yield f"  next     {outcome.next_step}"

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from autoprec.audit.events import AttemptStarted, Failed, FitFinished, FitStarted, Note, Plan, RunStarted
 from autoprec.diagnosis import RULES, diagnose
-from autoprec.diagnosis.finding import Diagnosis, Finding, NotRun
+from autoprec.diagnosis.finding import Diagnosis, Finding
 from autoprec.diagnosis.fp32 import LOWER_LR
 from autoprec.doctor import environment
 from autoprec.errors import RestoreError
-from autoprec.evidence import Evidence, Leg
+from autoprec.evidence import DataSample, Evidence, Leg
 from autoprec.observe.fit import FitLog, FitWatch
 from autoprec.observe.gather import Gatherer
 from autoprec.outcome import Attempt, Change, Outcome, Price, Verdict
@@ -68,8 +68,10 @@ class Runner:
     attempts: list[Attempt] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
     first: Diagnosis | None = None
+    last: Diagnosis | None = None
     reference: Leg | None = None
     yardstick: Leg | None = None
+    data: DataSample | None = None
     gatherer: Gatherer = field(init=False)
     probe_steps: int | None = None
     legs: int = 0
@@ -80,12 +82,14 @@ class Runner:
     def look(self, *, new_twin: bool = False) -> tuple[Evidence, Diagnosis]:
         """Gather evidence until the primary finding is certain, and diagnose."""
         reference = None if new_twin else self.reference
-        self.gatherer = Gatherer(self.subject, self.policy, self.journal, reference, self.probe_steps)
+        self.gatherer = Gatherer(self.subject, self.policy, self.journal, reference, self.data, self.probe_steps)
+        self.unavailable = {}
         evidence = self.gatherer.begin()
         while (need := self._next_need(evidence)) is not None:
             evidence = self._provide(need, evidence)
         found = diagnose(evidence, self.policy.limits, self.rules)
         self.journal.write("diagnosed", found)
+        self.last = found
         return evidence, found
 
     def _provide(self, need: str, evidence: Evidence) -> Evidence:
@@ -135,6 +139,9 @@ class Runner:
             after = self._attempt(step, primary, evidence, seen)
             if after is not None:
                 evidence, found = after
+        verdict = judge(evidence, self.policy.limits)
+        if not verdict.healthy and evidence.main is not None:
+            return evidence, found, f"no rule explains it, but the probe is not healthy: {verdict.reason}"
         return evidence, found, None
 
     def _why_stopped(self, primary: Finding, step: PlannedAttempt | None) -> str:
@@ -151,6 +158,7 @@ class Runner:
         twin = evidence.twin
         if twin is not None and twin.failure is None and not diverged(twin, limits):
             self.reference = self.yardstick = twin
+            self.data = evidence.data
             return
         lower = [leg for name, _ in LOWER_LR if (leg := evidence.legs.get(name)) and trains(leg, limits)]
         if lower:
@@ -410,7 +418,8 @@ class Runner:
         trained = result != "unrepaired"
         diagnosis = self.first or Diagnosis()
         primary = diagnosis.primary
-        not_run = tuple(diagnosis.not_run) + tuple(NotRun(mode=n, why=w) for n, w in self.unavailable.items())
+        # What the first look left out was made up for by the last, unless that ended at a fault.
+        not_run = self.last.not_run if trained and self.last is not None else diagnosis.not_run
         outcome = Outcome(
             result=result,
             precision=self.subject.setting.precision if trained else None,
@@ -419,7 +428,7 @@ class Runner:
             islands=tuple(map(str, self.subject.setting.islands)) if trained else (),
             changes=tuple(self._changes()),
             price=price,
-            checks_not_run=not_run,
+            checks_not_run=tuple(not_run),
             audit_path=str(self.journal.path),
             run_id=self.journal.run_id,
             detail=detail,

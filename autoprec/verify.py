@@ -9,14 +9,14 @@ Pure: evidence in, `Verdict` out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from autoprec.evidence import Comparison, Evidence, Leg
 from autoprec.ledger import Skips
-from autoprec.outcome import Verdict
 
 if TYPE_CHECKING:
+    from autoprec.outcome import Verdict
     from autoprec.policy import Limits
 
 __all__ = ["compare", "describe_failure", "diverged", "excess", "judge", "trains", "worse"]
@@ -24,6 +24,8 @@ __all__ = ["compare", "describe_failure", "diverged", "excess", "judge", "trains
 
 def excess(loss: float, twin: float, start: float) -> float:
     """(loss - twin) / max(|twin|, |start - twin|); 0 where all three are 0, NaN where one is NaN."""
+    if math.isnan(loss) or math.isnan(twin) or math.isnan(start):
+        return math.nan  # said first: max() and copysign() of a NaN depend on its place and sign
     scale = max(abs(twin), abs(start - twin))
     if scale == 0.0:
         return 0.0 if loss == twin else math.copysign(math.inf, loss - twin)
@@ -33,18 +35,12 @@ def excess(loss: float, twin: float, start: float) -> float:
 def compare(main: Leg, twin: Leg, perturbed: Sequence[Leg] = (), *, same_steps: bool = True) -> Comparison:
     """Put the main leg beside its twin; `perturbed` legs tell how much fp32 itself scatters."""
     start = twin.steps[0].loss if twin.steps else math.nan
-    start_validation = start
-    spread = max((abs(excess(p.final_loss, twin.final_loss, start)) for p in perturbed), default=None)
+    spread = _largest(excess(p.final_loss, twin.final_loss, start) for p in perturbed)
     validation = spread_validation = None
     if main.validation_loss is not None and twin.validation_loss is not None:
-        validation = excess(main.validation_loss, twin.validation_loss, start_validation)
-        spread_validation = max(
-            (
-                abs(excess(p.validation_loss, twin.validation_loss, start_validation))
-                for p in perturbed
-                if p.validation_loss is not None
-            ),
-            default=None,
+        validation = excess(main.validation_loss, twin.validation_loss, start)
+        spread_validation = _largest(
+            excess(p.validation_loss, twin.validation_loss, start) for p in perturbed if p.validation_loss is not None
         )
     return Comparison(
         excess=excess(main.final_loss, twin.final_loss, start),
@@ -53,6 +49,11 @@ def compare(main: Leg, twin: Leg, perturbed: Sequence[Leg] = (), *, same_steps: 
         spread_validation=spread_validation,
         same_steps=same_steps,
     )
+
+
+def _largest(excesses: Iterable[float]) -> float | None:
+    """The largest magnitude; a leg that got nowhere (NaN) tells nothing of how much fp32 scatters."""
+    return max((abs(e) for e in excesses if not math.isnan(e)), default=None)
 
 
 def worse(comparison: Comparison, limits: Limits) -> str | None:
@@ -102,6 +103,8 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     Returns:
         The verdict; its `excess` is the comparison's where there is one.
     """
+    from autoprec.outcome import Verdict  # late: an outcome holds a diagnosis, whose rules read this module
+
     main = evidence.main
     value = evidence.comparison.excess if evidence.comparison else None
     if main is None or not main.steps and main.failure is None:
@@ -125,10 +128,13 @@ def _unhealthy(main: Leg, evidence: Evidence, limits: Limits) -> str | None:
         return f"buffers are not finite: {', '.join(main.poisoned_buffers[:3])}"
     skips = Skips.of(main.steps)
     planned = evidence.configuration.planned_steps
-    if skips.chronic(limits) or skips.share_of(planned) > limits.run_skip_rate:
+    if not main.taken:
+        return f"none of {skips.attempted} steps was taken"
+    # Without a scaler a step is left out by a callback of the user's, on purpose: that is no fault.
+    scaled = skips.last_scale is not None
+    if scaled and (skips.chronic(limits) or skips.share_of(planned) > limits.run_skip_rate):
         return (
-            f"{skips.skipped} of {skips.attempted} steps were skipped ({skips.late} of the last "
-            f"{skips.late_attempted}) and the loss scale ended at {skips.last_scale:g}"
+            f"{skips.skipped} of {skips.attempted} steps were skipped{skips.late_words()} and the loss scale ended at {skips.last_scale:g}"
         )
     if diverged(main, limits):
         return f"the loss rose from {main.steps[0].loss:.4g} to {main.final_loss:.4g}"

@@ -153,7 +153,7 @@ def _finding(finding: Finding, *, primary: bool) -> Iterator[RenderableType]:
     if finding.op:
         rows.append(("op", finding.op))
     if primary:
-        rows += [("not", text) for text in finding.ruled_out]
+        rows += [("ruled out", text) for text in finding.ruled_out]
     if finding.suggestion:
         rows.append(("in code", finding.suggestion))
     yield from _rows(rows)

@@ -23,7 +23,8 @@ __all__ = ["RULES", "Diagnosis", "Finding", "NotRun", "Rule", "diagnose"]
 def diagnose(evidence: Evidence, limits: Limits, rules: Sequence[Rule] = RULES) -> Diagnosis:
     """Run every relevant rule.
 
-    A rule whose evidence is missing is not satisfied but *not run*, and listed with what it lacked.
+    A rule whose evidence is missing is not satisfied but *not run*, and listed with what it lacked, or with the
+    earlier finding that made it unnecessary to gather more.
     """
     findings: list[Finding] = []
     not_run: list[NotRun] = []
@@ -32,7 +33,8 @@ def diagnose(evidence: Evidence, limits: Limits, rules: Sequence[Rule] = RULES) 
             continue
         lacking = rule.missing(evidence, limits)
         if lacking:
-            not_run.append(NotRun(mode=rule.mode, why=f"no evidence: {', '.join(lacking)}"))
+            found = f"not needed: {findings[0].mode} was found first" if findings else None
+            not_run.append(NotRun(mode=rule.mode, why=found or f"no evidence: {', '.join(lacking)}"))
             continue
         finding = rule.check(evidence, limits)
         if finding is not None:

@@ -9,6 +9,7 @@ from autoprec.diagnosis.plain import behind_twin
 from autoprec.diagnosis.sixteen_bit import kind, numbers, precision_fault
 from autoprec.evidence import Evidence
 from autoprec.policy import Limits
+from autoprec.verify import describe_failure
 
 __all__ = ["hidden_if_behind", "range_check"]
 
@@ -32,7 +33,11 @@ def range_check(
 
     def check(evidence: Evidence, _limits: Limits) -> Finding | None:
         origin, main, twin = precision_fault(evidence), evidence.main, evidence.legs.get("fp32")
-        if origin is None or main is None or twin is None or origin.phase != phase or kind(origin) != direction:
+        if main is None or twin is None:
+            return None
+        if origin is None and direction == "overflow" and main.origin is None:
+            return _unnamed(mode, phase, evidence)
+        if origin is None or origin.phase != phase or kind(origin) != direction:
             return None
         step = main.failure.step if main.failure else 0
         op = origin.operation
@@ -43,10 +48,10 @@ def range_check(
             where=origin.place,
             op=op.op,
             ruled_out=(
-                f"not the model or the data: fp32 is finite on the same batch and made {len(twin.steps)} steps",
-                f"not a value handed on: the op's inputs are finite ({op.input_max:.4g} at most)"
+                f"the model or the data: fp32 is finite on the same batch and made {len(twin.steps)} steps",
+                f"a value handed on: the op's inputs are finite ({op.input_max:.4g} at most)"
                 if op.input_max is not None
-                else "not a value handed on: the op's inputs are finite",
+                else "a value handed on: the op's inputs are finite",
             ),
             suggestion=next((text for part, text in suggestions if part in op.op), None),
             evidence={
@@ -60,3 +65,22 @@ def range_check(
         )
 
     return check
+
+
+_PHASES = {"loss": "loss", "prediction": "forward", "validation": "forward", "buffer": "forward"}
+
+
+def _unnamed(mode: str, phase: str, evidence: Evidence) -> Finding | None:
+    """A failure in 16 bits that fp32 does not have, where computing the batch again did not show the op."""
+    main, twin = evidence.main, evidence.legs.get("fp32")
+    if main is None or main.failure is None or main.spec.precision == "fp32" or twin is None:
+        return None
+    if twin.failure is not None or _PHASES.get(main.failure.where) != phase or main.poisoned_buffers:
+        return None
+    return Finding(
+        mode=mode,
+        because=f"{describe_failure(main)} in {main.spec.precision}, and finite in fp32; the op could not be named",
+        ruled_out=(f"the model or the data: fp32 is finite on the same batches and made {len(twin.steps)} steps",),
+        evidence={"step": main.failure.step},
+        confidence=0.5,
+    )

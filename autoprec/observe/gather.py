@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from autoprec.audit.events import LegFinished
 from autoprec.diagnosis.fp32 import CLIP, LOWER_LR
-from autoprec.evidence import Evidence, Leg, LegSpec, Precision
+from autoprec.evidence import DataSample, Evidence, Leg, LegSpec, Precision
 from autoprec.observe.configuration import read_configuration
 from autoprec.observe.data import DataCollector
 from autoprec.observe.drift import find_drift
@@ -43,6 +43,7 @@ class Gatherer:
         policy: lengths and limits.
         journal: every leg and measurement is written down as it ends.
         reference: an fp32 twin of the user's own settings that came through; later twins are not needed then.
+        data: what was measured beside that twin.
         legs, steps: how much was run, over the gatherer's life.
     """
 
@@ -50,6 +51,7 @@ class Gatherer:
     policy: Policy
     journal: Journal
     reference: Leg | None = None
+    data: DataSample | None = None
     probe_steps: int | None = None
     legs: int = 0
     steps: int = 0
@@ -94,7 +96,8 @@ class Gatherer:
     def _main(self, evidence: Evidence) -> Evidence:
         if self.subject.setting.precision == "fp32" and self.reference is not None:
             # The twin of the user's own settings is this very leg.
-            return evidence.model_copy(update={"legs": {**evidence.legs, "main": self.reference}})
+            legs = {**evidence.legs, "main": self.reference}
+            return evidence.model_copy(update={"legs": legs, "data": self.data})
         collector = DataCollector.of(self.subject.learn, self.policy.probe.data_batches)
         leg = self._leg(LegSpec(precision=self.subject.setting.precision), "main", collector, _KEPT_BATCHES)
         data = collector.sample()

@@ -160,6 +160,8 @@ class _Ends(Callback):  # type: ignore[misc]  # fastai ships no types
         for part, values in (("target", self.yb), ("input", self.xb)):
             if not all_finite(values):
                 where = part
+        if where in ("target", "input"):
+            run.replay = None  # nothing made the value: there is no origin to look for
         run.fail(Failure(step=len(run.steps), where=where))
 
     def after_batch(self) -> None:

@@ -33,7 +33,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"step {failure.step} in {main.spec.precision} raises {error}; fp32 does not",
         where=failure.place,
-        ruled_out=(f"not the model or the data: fp32 made {len(twin.steps)} steps on the same batches",),
+        ruled_out=(f"the model or the data: fp32 made {len(twin.steps)} steps on the same batches",),
         suggestion=next((advice for sign, advice in _ADVICE if sign in error), None),
         evidence={"step": failure.step},
     )

@@ -25,36 +25,49 @@ _ADVICE = (
 )
 
 
+def same_in_fp32(evidence: Evidence) -> bool:
+    """Whether the batch on which 16 bits fail is not finite in fp32 either, from the very same weights."""
+    main = evidence.main
+    if main is None or main.failure is None or main.spec.precision == "fp32" or main.origin is None:
+        return False
+    return main.origin.fp32 is not None and not main.origin.fp32.finite
+
+
+def relevant(evidence: Evidence, limits: Limits) -> bool:
+    """fp32 fails; where a smaller lr could matter, the legs at one are there."""
+    if not fp32_fails(evidence, limits):
+        return same_in_fp32(evidence)
+    return not may_be_lr(evidence) or all(name in evidence.legs for name, _ in LOWER_LR)
+
+
 def check(evidence: Evidence, limits: Limits) -> Finding | None:
     """fp32 fails, and neither a smaller lr nor anything known about the data explains it."""
-    twin = evidence.twin
-    if twin is None or not fp32_fails(evidence, limits):
+    twin, main = evidence.twin, evidence.main
+    if twin is None or main is None:
         return None
     if any((leg := evidence.legs.get(name)) is not None and trains(leg, limits) for name, _ in LOWER_LR):
         return None
-    origin, failure = twin.origin, twin.failure
+    if fp32_fails(evidence, limits):
+        leg, how = twin, f"fp32 fails as well: {at(twin)}"
+    elif same_in_fp32(evidence):
+        leg, how = main, f"{at(main)}, and from the same weights fp32 is not finite on that batch either"
+    else:
+        return None
+    origin, failure = leg.origin, leg.failure
     op = origin.operation.op if origin else None
     tried = [name for name, _ in LOWER_LR if name in evidence.legs]
     made = f": {op} makes the first non-finite value" if op else ""
     return Finding(
         mode=RULE.mode,
-        because=f"fp32 fails as well: {at(twin)}{made}",
+        because=f"{how}{made}",
         where=origin.place if origin else (failure.place if failure else None),
         op=op,
-        ruled_out=("not 16-bit arithmetic: fp32 is not finite either",)
-        + ((f"not the lr: {' and '.join(tried)} fail too",) if tried else ()),
+        ruled_out=("16-bit arithmetic: fp32 is not finite either",)
+        + ((f"the lr: {' and '.join(tried)} fail too",) if tried else ()),
         suggestion=next((text for part, text in _ADVICE if op and part in op), None),
         evidence={"step": failure.step if failure else None},
         repairable=False,
     )
 
 
-RULE = Rule(
-    mode="fails_in_fp32",
-    needs=("leg:main", "leg:fp32"),
-    check=check,
-    doc=__doc__ or "",
-    # Waits for the legs at a smaller lr where these could make a difference.
-    relevant=lambda e, limits: fp32_fails(e, limits)
-    and (not may_be_lr(e) or all(name in e.legs for name, _ in LOWER_LR)),
-)
+RULE = Rule(mode="fails_in_fp32", needs=("leg:main", "leg:fp32"), check=check, doc=__doc__ or "", relevant=relevant)

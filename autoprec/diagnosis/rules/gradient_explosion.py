@@ -31,7 +31,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"fp32 fails too ({at(twin)}); one gradient norm is {peak:.3g} where {usual:.3g} is usual, and clipped "
         f"to {clipped.spec.clip:.3g} the run trains",
-        ruled_out=("not 16-bit arithmetic: fp32 fails on the same batches", "not the lr: a hundredth fails as well"),
+        ruled_out=("16-bit arithmetic: fp32 fails on the same batches", "the lr: a hundredth fails as well"),
         suggestion="clip the gradients: GradientClip(max_norm)",
         evidence={"peak": peak, "usual": usual},
     )

@@ -44,11 +44,10 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
     )
     return Finding(
         mode=RULE.mode,
-        because=f"{skips.skipped} of {skips.attempted} steps were skipped ({skips.late} of the last "
-        f"{skips.late_attempted}), the loss scale fell from {skips.first_scale:g} to {skips.last_scale:.3g}; {scale}",
+        because=f"{skips.skipped} of {skips.attempted} steps were skipped{skips.late_words()}, the loss scale fell from {skips.first_scale:g} to {skips.last_scale:.3g}; {scale}",
         where=origin.place if origin else None,
         op=origin.operation.op if origin else None,
-        ruled_out=("not the forward pass: every loss is finite", "not the lr or the model: fp32 trains"),
+        ruled_out=("the forward pass: every loss is finite", "the lr or the model: fp32 trains"),
         suggestion="compute the op in fp32 (x.float())" if origin else None,
         evidence={
             "skipped": skips.skipped, "attempted": skips.attempted, "last_scale": skips.last_scale, "works": works,

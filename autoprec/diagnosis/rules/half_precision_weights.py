@@ -21,7 +21,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"parameters are stored in 16 bits ({', '.join(half[:3])}{', …' if len(half) > 3 else ''}); "
         "mixed precision needs fp32 weights, which autocast casts for each op",
-        ruled_out=("not an overflow: the weights have this dtype before the first step",),
+        ruled_out=("an overflow: the weights have this dtype before the first step",),
         suggestion="load the model in fp32, or call model.float(), and let to_fp16() do the casting",
         evidence={"half_parameters": len(half)},
     )

@@ -32,7 +32,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
                 mode=RULE.mode,
                 because=f"in batch {t.all_ignored_batches[0]} every label is the loss's ignore_index: the mean over "
                 "no label is NaN by design",
-                ruled_out=("not 16-bit arithmetic: the same batch gives NaN in fp32",),
+                ruled_out=("16-bit arithmetic: the same batch gives NaN in fp32",),
                 suggestion="drop samples without labels, or divide the summed loss by max(1, number of labels)",
                 evidence={"batches": str(t.all_ignored_batches)},
                 repairable=False,

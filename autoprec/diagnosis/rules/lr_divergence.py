@@ -27,7 +27,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"fp32 fails too ({at(twin)}); at {factor:g} of the lr it trains: loss {leg.steps[0].loss:.4g} to "
         f"{leg.final_loss:.4g} in {len(leg.steps)} steps",
-        ruled_out=("not 16-bit arithmetic: fp32 diverges on the same batches", "not the data: it is finite"),
+        ruled_out=("16-bit arithmetic: fp32 diverges on the same batches", "the data: it is finite"),
         suggestion=f"use an lr of about {lr * factor:.3g}; learn.lr_find() suggests one",
         evidence={"lr": lr, "factor": factor, "step": len(twin.steps)},
     )

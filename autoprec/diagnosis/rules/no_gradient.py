@@ -36,7 +36,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     return Finding(
         mode=RULE.mode,
         because=f"in fp32 the gradient is exactly zero at each of {len(norms)} steps",
-        ruled_out=("not underflow: fp32 has no gradient either",),
+        ruled_out=("underflow: fp32 has no gradient either",),
         suggestion="look for detach(), a saturated activation or a loss that does not depend on the prediction",
         evidence={"steps": len(norms)},
         repairable=False,

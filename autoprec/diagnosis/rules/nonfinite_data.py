@@ -29,7 +29,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"{total} values in {data.batches} batches are NaN or infinite, in {', '.join(names[:4])}"
         f"{' …' if len(names) > 4 else ''}{first}",
-        ruled_out=("not made by 16-bit arithmetic: the loader delivers them",),
+        ruled_out=("made by 16-bit arithmetic: the loader delivers them",),
         suggestion="remove or impute these rows (tabular: FillMissing), or fix the transform that makes them",
         evidence={"values": total, "batches": data.batches, "rows": str(rows[:8])},
         repairable=False,

@@ -20,7 +20,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     return Finding(
         mode=RULE.mode,
         because=f"before the first step these parameters or buffers hold NaN or infinity: {', '.join(names)}",
-        ruled_out=("not made by this run: no step had been taken",),
+        ruled_out=("made by this run: no step had been taken",),
         suggestion="load weights from before the failure, or initialize these anew",
         evidence={"nonfinite": len(names)},
         repairable=False,

@@ -27,7 +27,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
         because=f"at step {step} these buffers became NaN or infinite: {', '.join(names[:4])}; in fp32 they stay finite",
         where=origin.place if origin else None,
         op=origin.operation.op if origin else None,
-        ruled_out=("not the data alone: fp32 takes the same batch without harm",),
+        ruled_out=("the data alone: fp32 takes the same batch without harm",),
         suggestion="clip outliers in the inputs, or keep what feeds the normalization in fp32",
         evidence={"step": step, "buffers": len(names)},
     )

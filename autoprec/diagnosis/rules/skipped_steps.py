@@ -26,7 +26,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"{skips.skipped} of the {planned} steps planned are skipped while the loss scale falls from "
         f"{skips.first_scale:g} to {skips.last_scale:g}; a scale of {search.largest_finite:g} works from the start",
-        ruled_out=("not chronic: a working scale exists", "not the loss: it is finite at every step"),
+        ruled_out=("chronic: a working scale exists", "the loss: it is finite at every step"),
         suggestion=f"to_fp16(init_scale={search.largest_finite / 2:g}), or a mean instead of a sum in the loss",
         evidence={"skipped": skips.skipped, "planned": planned, "works": search.largest_finite},
     )

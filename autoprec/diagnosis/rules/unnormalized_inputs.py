@@ -33,7 +33,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         f"with that {fault.operation.op} reaches {peak:.3g}, above half's {HALF_MAX:g}",
         where=fault.place,
         op=fault.operation.op,
-        ruled_out=(f"not the layer: with inputs of size 1 it would reach about {peak / top.typical:.3g}",),
+        ruled_out=(f"the layer: with inputs of size 1 it would reach about {peak / top.typical:.3g}",),
         suggestion="normalize the inputs (Normalize.from_stats for images, the Normalize proc for tables)",
         evidence={"typical": top.typical, "max": top.max, "peak": peak, "features": len(large)},
         confidence=0.9,
