@@ -66,9 +66,16 @@ def fit_safely(
     if on_failure not in ("raise", "return"):
         raise InputError(f"on_failure is {on_failure!r}; allowed are 'raise' and 'return'")
     outcome = run(
-        learn, epochs, lr, schedule=schedule, policy=policy, audit=audit, emulate_cuda=emulate_cuda, seed=seed,
+        learn,
+        epochs,
+        lr,
+        schedule=schedule,
+        policy=policy,
+        audit=audit,
+        emulate_cuda=emulate_cuda,
+        seed=seed,
         **fit_kwargs,
-    )  # fmt: skip
+    )
     if outcome.result == "unrepaired" and on_failure == "raise":
         raise UnrepairedError(outcome)
     return outcome.learner
@@ -91,9 +98,17 @@ def run(
     Arguments and errors are those of `fit_safely`, but an unrepaired run is returned, not raised.
     """
     return _whole(
-        learn, epochs, lr, lambda runner: runner.run(), schedule=schedule, policy=policy, audit=audit,
-        emulate_cuda=emulate_cuda, seed=seed, **fit_kwargs,
-    )  # fmt: skip
+        learn,
+        epochs,
+        lr,
+        lambda runner: runner.run(),
+        schedule=schedule,
+        policy=policy,
+        audit=audit,
+        emulate_cuda=emulate_cuda,
+        seed=seed,
+        **fit_kwargs,
+    )
 
 
 def remediate(learn: Learner, epochs: int, lr: float | slice | None = None, **kwargs: Any) -> Outcome:
@@ -121,9 +136,8 @@ def _whole(
     subject, cbs = _subject(learn, epochs, lr, schedule, chosen, emulate_cuda, seed, fit_kwargs)
     run_id = new_run_id()
     path = Path(audit) if audit is not None else Path(learn.path) / "autoprec" / f"{run_id}.jsonl"
-    with Journal(path, run_id) as journal:
-        with _Seeded(seed), _added(learn, cbs):
-            outcome = work(Runner(subject, chosen, journal))
+    with Journal(path, run_id) as journal, _Seeded(seed), _added(learn, cbs):
+        outcome = work(Runner(subject, chosen, journal))
     remember(learn, outcome)
     return outcome
 
@@ -148,9 +162,16 @@ def diagnose(
         The diagnosis; `.primary` is the finding to act on, None if nothing was found.
     """
     return examine(
-        learn, epochs, lr, schedule=schedule, policy=policy, audit=audit, emulate_cuda=emulate_cuda, seed=seed,
+        learn,
+        epochs,
+        lr,
+        schedule=schedule,
+        policy=policy,
+        audit=audit,
+        emulate_cuda=emulate_cuda,
+        seed=seed,
         **fit_kwargs,
-    )[1]  # fmt: skip
+    )[1]
 
 
 def examine(
@@ -172,9 +193,9 @@ def examine(
 
     chosen = load_policy(policy)
     subject, cbs = _subject(learn, epochs, lr, schedule, chosen, emulate_cuda, seed, fit_kwargs)
-    with Journal(os.devnull if audit is None else audit, new_run_id()) as journal:
-        with preserved(learn), _Seeded(seed), _added(learn, cbs):
-            return Runner(subject, chosen, journal).look()
+    journal = Journal(os.devnull if audit is None else audit, new_run_id())
+    with journal, preserved(learn), _Seeded(seed), _added(learn, cbs):
+        return Runner(subject, chosen, journal).look()
 
 
 def _subject(
@@ -251,8 +272,8 @@ def _check_targets(learn: Learner) -> None:
         targets = len(batch) - n_inp
     if targets <= 0:
         raise InputError(
-            f"a training batch has {len(batch)} elements, all of them inputs (dls.n_inp is {n_inp}): there is no target. "
-            "fastai trains nothing then; give the loaders targets, or set dls.n_inp"
+            f"a training batch has {len(batch)} elements, all of them inputs (dls.n_inp is {n_inp}): there is no "
+            "target. fastai trains nothing then; give the loaders targets, or set dls.n_inp"
         )
 
 
@@ -295,7 +316,7 @@ def remember(learn: Learner, outcome: Outcome) -> None:
     from fastai.learner import Learner
 
     # Without the learner: the map's value would keep its own key alive.
-    _outcomes[learn] = outcome.model_copy().with_learner(None)  # type: ignore[arg-type]
+    _outcomes[learn] = outcome.model_copy().with_learner(None)
     if not isinstance(getattr(Learner, "autoprec", None), property):
         Learner.autoprec = property(_recall)
 

@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from autoprec.errors import PolicyError
-from autoprec.evidence import Precision  # noqa: TC001  pydantic reads the annotation at run time
+from autoprec.evidence import Precision
 from autoprec.policy_words import closest, listed, refusals
 from autoprec.policy_yaml import Document, Fault, Node, in_order, open_document, shipped, spelled_out, written
 

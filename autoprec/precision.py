@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.core import Callback
+from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
 from fastai.torch_core import to_float
 from fastcore.foundation import L
 
@@ -41,7 +41,7 @@ __all__ = [
 DTYPES: Mapping[Precision, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class DevicePrecision(MixedPrecision):  # type: ignore[misc]  # fastai ships no types
+class DevicePrecision(MixedPrecision):
     """fastai's MixedPrecision with the device type as an argument; everything after `before_fit` is fastai's."""
 
     name = "mixed_precision"
@@ -140,7 +140,7 @@ def carried(learn: Learner) -> tuple[list[Any], Setting | None]:
 
 
 def stock_callback(setting: Setting) -> Any | None:
-    """fastai's own callback for a setting, as `to_fp16()` or `to_bf16()` would add it; None for fp32."""
+    """Fastai's own callback for a setting, as `to_fp16()` or `to_bf16()` would add it; None for fp32."""
     if setting.precision == "fp32":
         return None
     kwargs = setting.scaler_kwargs if setting.precision == "fp16" else {}
@@ -181,7 +181,7 @@ class _LossOutside:
             self.open = None
 
 
-class _BeforeLoss(Callback):  # type: ignore[misc]  # fastai ships no types
+class _BeforeLoss(Callback):
     """After MixedPrecision (order 10) has cast the prediction up."""
 
     order = 10.2
@@ -195,7 +195,7 @@ class _BeforeLoss(Callback):  # type: ignore[misc]  # fastai ships no types
         self.loss_outside.enter()
 
 
-class _AfterLoss(Callback):  # type: ignore[misc]
+class _AfterLoss(Callback):
     """Before MixedPrecision (order 10), which leaves the outer autocast."""
 
     order = 9.9

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autoprec.audit.events import AttemptStarted, Failed, FitFinished, FitStarted, Note, Plan, RunStarted
 from autoprec.diagnosis import RULES, diagnose
 from autoprec.diagnosis.finding import Diagnosis, Finding
 from autoprec.diagnosis.fp32 import LOWER_LR
 from autoprec.doctor import environment
-from autoprec.errors import RestoreError
+from autoprec.errors import AutoprecError, RestoreError
 from autoprec.evidence import DataSample, Evidence, Leg
 from autoprec.observe.fit import FitLog, FitWatch
 from autoprec.observe.gather import Gatherer
@@ -94,7 +96,14 @@ class Runner:
 
     def _provide(self, need: str, evidence: Evidence) -> Evidence:
         legs, steps = self.gatherer.legs, self.gatherer.steps
-        grown = self.gatherer.provide(need, evidence)
+        try:
+            grown = self.gatherer.provide(need, evidence)
+        except Exception as e:
+            if need.startswith("leg:") or isinstance(e, (AutoprecError, MemoryError, torch.OutOfMemoryError)):
+                raise
+            # A measurement that this model does not allow is a check that did not run, not the end of the run.
+            self.unavailable[need] = f"{need}: {type(e).__name__}: {e}"
+            return evidence
         self.legs += self.gatherer.legs - legs
         self.steps += self.gatherer.steps - steps
         if not grown.has(need):
@@ -184,7 +193,7 @@ class Runner:
         changes = [remedy.apply(self.subject, evidence, settings)]
         after, found = self.look(new_twin=remedy.new_twin)
         verdict = self._verdict(primary, after, found, seen)
-        while not verdict.healthy and remedy.grows and len(changes) < settings.max_islands:
+        while not verdict.healthy and remedy.grows and len(changes) < getattr(settings, "max_islands", 1):
             # The same remedy on top of itself, where the fault has moved to.
             self.subject.place = found.primary.where if found.primary else None
             if remedy.obstacle(self.subject, after, settings) is not None:
@@ -193,9 +202,14 @@ class Runner:
             after, found = self.look(new_twin=remedy.new_twin)
             verdict = self._verdict(primary, after, found, seen)
         attempt = Attempt(
-            remedy=step.remedy, mode=step.mode, applicable=True, reason=verdict.reason, change=_merged(changes),
-            verdict=verdict, kept=verdict.healthy,
-        )  # fmt: skip
+            remedy=step.remedy,
+            mode=step.mode,
+            applicable=True,
+            reason=verdict.reason,
+            change=_merged(changes),
+            verdict=verdict,
+            kept=verdict.healthy,
+        )
         self._note(attempt)
         if verdict.healthy:
             self.kept += [Kept(remedy, change) for change in changes]
@@ -264,9 +278,11 @@ class Runner:
         self.journal.write(
             "fit_started",
             FitStarted(
-                precision=s.setting.precision, islands=tuple(map(str, s.setting.islands)), steps=steps,
+                precision=s.setting.precision,
+                islands=tuple(map(str, s.setting.islands)),
+                steps=steps,
                 schedule=s.plan.schedule,
-            ),  # fmt: skip
+            ),
         )
         started = time.perf_counter()
         release_autocast()
@@ -280,9 +296,13 @@ class Runner:
         self.journal.write(
             "fit_finished",
             FitFinished.of(
-                leg.steps, seconds=seconds, healthy=verdict.healthy, reason=verdict.reason,
-                final=log.final_values(learn), rows=self.policy.audit.ledger_rows,
-            ),  # fmt: skip
+                leg.steps,
+                seconds=seconds,
+                healthy=verdict.healthy,
+                reason=verdict.reason,
+                final=log.final_values(learn),
+                rows=self.policy.audit.ledger_rows,
+            ),
         )
         return leg, verdict, seconds
 
@@ -296,7 +316,7 @@ class Runner:
         if not setting.stock:
             setting = Setting("fp32")
         callbacks, now = carried(learn)
-        if len(callbacks) == 1 and now == setting or not callbacks and setting.precision == "fp32":
+        if (len(callbacks) == 1 and now == setting) or (not callbacks and setting.precision == "fp32"):
             return
         for cb in callbacks:
             learn.remove_cb(cb)
@@ -323,8 +343,11 @@ class Runner:
                 leg, verdict, seconds = self._guarded_fit(start)
                 if verdict.healthy:
                     self.install()
-                    return self._finish(self._result(found), verdict.reason, Price(
-                        legs=self.legs, steps=self.steps, seconds=spent, fit_seconds=seconds))  # fmt: skip
+                    return self._finish(
+                        self._result(found),
+                        verdict.reason,
+                        Price(legs=self.legs, steps=self.steps, seconds=spent, fit_seconds=seconds),
+                    )
                 start.restore(learn)
                 failed_at = leg.failure.step if leg.failure else len(leg.steps)
                 why_not = f"the fit failed: {verdict.reason}"
@@ -408,9 +431,7 @@ class Runner:
                 environment=environment() | {"model": type(s.learn.model).__name__},
                 policy=self.policy.name,
                 policy_content=self.policy.model_dump(mode="json"),
-                plan=Plan(
-                    schedule=s.plan.schedule, epochs=s.plan.epochs, lr=lr, steps=sum(s.plan.stages(s.learn))
-                ),
+                plan=Plan(schedule=s.plan.schedule, epochs=s.plan.epochs, lr=lr, steps=sum(s.plan.stages(s.learn))),
             ),
         )
 

@@ -466,7 +466,7 @@ class Snapshot:
                 out where snapshots are taken often and only restored.
         """
         snapshot = cls(learn, device)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - fastai's tensors are subclasses
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             snapshot._walk()
             # Storages first: the shells that are put back after them look into storages of the right size.
             snapshot._thunks = [*snapshot._storages.thunks(), *snapshot._thunks]
@@ -507,7 +507,7 @@ class Snapshot:
         wanted = frozenset(SECTIONS if only is None else only)
         if "learner" in wanted:
             self._detach_new_callbacks()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for section, put_back in self._thunks:
                 if section in wanted and section != "thread":
                     put_back()
@@ -626,7 +626,7 @@ class Fingerprint:
 def fingerprint(learn: Any) -> Fingerprint:
     """Digest the state of a fastai Learner, part by part; changes nothing, draws no random number."""
     thread = _Thread.now()
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         return Fingerprint(MappingProxyType(_Digester(learn, thread).parts))
 
 

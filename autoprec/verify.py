@@ -107,7 +107,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
 
     main = evidence.main
     value = evidence.comparison.excess if evidence.comparison else None
-    if main is None or not main.steps and main.failure is None:
+    if main is None or (not main.steps and main.failure is None):
         return Verdict(healthy=False, reason="no step was made")
     reason = _unhealthy(main, evidence, limits)
     if reason is not None:
@@ -121,21 +121,20 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     )
 
 
-def _unhealthy(main: Leg, evidence: Evidence, limits: Limits) -> str | None:
+def _unhealthy(main: Leg, evidence: Evidence, limits: Limits) -> str | None:  # noqa: PLR0911  # one line per reason
     if main.failure is not None:
         return describe_failure(main)
     if main.poisoned_buffers:
         return f"buffers are not finite: {', '.join(main.poisoned_buffers[:3])}"
     skips = Skips.of(main.steps)
     planned = evidence.configuration.planned_steps
-    if not main.taken:
-        return f"none of {skips.attempted} steps was taken"
     # Without a scaler a step is left out by a callback of the user's, on purpose: that is no fault.
     scaled = skips.last_scale is not None
     if scaled and (skips.chronic(limits) or skips.share_of(planned) > limits.run_skip_rate):
-        return (
-            f"{skips.skipped} of {skips.attempted} steps were skipped{skips.late_words()} and the loss scale ended at {skips.last_scale:g}"
-        )
+        skipped = f"{skips.skipped} of {skips.attempted} steps were skipped{skips.late_words()}"
+        return f"{skipped} and the loss scale ended at {skips.last_scale:g}"
+    if not main.taken:
+        return f"none of {skips.attempted} steps was taken"
     if diverged(main, limits):
         return f"the loss rose from {main.steps[0].loss:.4g} to {main.final_loss:.4g}"
     if evidence.comparison is not None:

@@ -33,7 +33,8 @@ RESULTS = {"settings": ("repaired",), "user": ("unrepaired",), "none": ("healthy
 
 def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} is no python file")
     module = importlib.util.module_from_spec(spec)
     # Classes and functions of a case are looked up by module name when a learner is pickled.
     sys.modules[spec.name] = module
@@ -69,7 +70,12 @@ def one(path: Path, seed: int, policy: str) -> dict[str, Any]:
         except Exception as e:  # noqa: BLE001  # the table shows which case crashed, and the others go on
             import traceback
 
-            return {"case": path.stem, "seed": seed, "error": f"{type(e).__name__}: {e}", "trace": traceback.format_exc()}
+            return {
+                "case": path.stem,
+                "seed": seed,
+                "error": f"{type(e).__name__}: {e}",
+                "trace": traceback.format_exc(),
+            }
     primary = outcome.diagnosis.primary
     return {
         "case": path.stem,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BeforeValidator
 
 from autoprec.evidence import Evidence, Place
 from autoprec.noun import Noun
@@ -13,6 +16,14 @@ if TYPE_CHECKING:
     from autoprec.policy import Limits
 
 __all__ = ["Diagnosis", "Finding", "NotRun", "Rule"]
+
+
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _number(value: object) -> object:
+    """JSON spells NaN and infinity as strings; beside `str` pydantic would leave them so."""
+    return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
 class Finding(Noun):
@@ -27,7 +38,7 @@ class Finding(Noun):
     """What it would look like if it were something else, and that it does not."""
     suggestion: str | None = None
     """What to change in the user's own code or data, where only that helps."""
-    evidence: dict[str, float | int | str | None] = {}
+    evidence: dict[str, Annotated[float | int | str | None, BeforeValidator(_number)]] = {}
     """The numbers, by name."""
     confidence: float = 1.0
     """0 to 1: 1 where the evidence shows the fault itself, less where it was inferred."""

@@ -33,7 +33,7 @@ def may_be_lr(evidence: Evidence) -> bool:
     f = twin.failure
     if f is not None and (f.step == 0 or f.where in ("exception", "input", "target")):
         return False
-    return data is None or not any(t.nonfinite for t in (*data.features, *data.targets))
+    return data is None or not any([f.nonfinite for f in data.features] + [t.nonfinite for t in data.targets])
 
 
 def at(leg: Leg) -> str:

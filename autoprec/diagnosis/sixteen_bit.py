@@ -33,7 +33,7 @@ def precision_fault(evidence: Evidence) -> Origin | None:
 
 
 def kind(origin: Origin) -> str:
-    """ "overflow" or "underflow".
+    """Say "overflow" or "underflow".
 
     Underflow: an op that is singular at zero got a zero where fp32 has none. Everything else that is finite in
     fp32 left the range of half.
@@ -60,9 +60,13 @@ def numbers(origin: Origin) -> str:
         small = f"{twin.input_min:.3g}" if twin.input_min is not None else "a small number"
         return f"{op.op} gets {op.input_zeros} zeros where fp32 has {small} at the least"
     if twin is not None and twin.output_max is not None and math.isfinite(twin.output_max):
-        return f"{op.op} gives {twin.output_max:.4g} in fp32, above half's largest number {HALF_MAX:g}" if (
-            twin.output_max > HALF_MAX
-        ) else f"{op.op} is finite in fp32 ({twin.output_max:.4g}) and not in 16 bits"
-    return f"{op.op} makes the first non-finite value (inputs up to {op.input_max:.4g})" if (
-        op.input_max is not None
-    ) else f"{op.op} makes the first non-finite value"
+        return (
+            f"{op.op} gives {twin.output_max:.4g} in fp32, above half's largest number {HALF_MAX:g}"
+            if (twin.output_max > HALF_MAX)
+            else f"{op.op} is finite in fp32 ({twin.output_max:.4g}) and not in 16 bits"
+        )
+    return (
+        f"{op.op} makes the first non-finite value (inputs up to {op.input_max:.4g})"
+        if (op.input_max is not None)
+        else f"{op.op} makes the first non-finite value"
+    )

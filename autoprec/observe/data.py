@@ -57,9 +57,15 @@ class _Running:
         var = max(self.squares / self.count - mean * mean, 0.0) if self.count else math.nan
         low, high = (self.low, self.high) if self.count else (math.nan, math.nan)
         return Feature(
-            name=name, typical=sorted(self.sizes)[len(self.sizes) // 2], min=low, max=high, mean=mean, std=math.sqrt(var) if self.count else math.nan,
-            integer_like=self.whole and self.count > 0, nonfinite=self.bad,
-        )  # fmt: skip
+            name=name,
+            typical=sorted(self.sizes)[len(self.sizes) // 2],
+            min=low,
+            max=high,
+            mean=mean,
+            std=math.sqrt(var) if self.count else math.nan,
+            integer_like=self.whole and self.count > 0,
+            nonfinite=self.bad,
+        )
 
 
 @dataclass
@@ -94,7 +100,9 @@ class DataCollector:
     @classmethod
     def of(cls, learn: Learner, limit: int) -> DataCollector:
         """A collector that knows the learner's column names."""
-        names = getattr(getattr(learn.dls, "train_ds", None), "cont_names", None) or getattr(learn.dls, "cont_names", None)
+        names = getattr(getattr(learn.dls, "train_ds", None), "cont_names", None) or getattr(
+            learn.dls, "cont_names", None
+        )
         return cls(limit, tuple(map(str, names or ())))
 
     def inputs(self, xb: Any) -> None:
@@ -115,9 +123,7 @@ class DataCollector:
     def _columns(self, x: Tensor, name: str) -> list[tuple[str, Tensor]]:
         if x.ndim == 2 and x.shape[1] <= _MAX_FEATURES:
             names = self.names if len(self.names) == x.shape[1] else ()
-            return [
-                (f"column {names[j]!r}" if names else f"{name}, column {j}", x[:, j]) for j in range(x.shape[1])
-            ]  # fmt: skip
+            return [(f"column {names[j]!r}" if names else f"{name}, column {j}", x[:, j]) for j in range(x.shape[1])]
         if x.ndim == 4 and x.shape[1] <= 64:
             return [(f"{name}, channel {j}", x[:, j]) for j in range(x.shape[1])]
         return [(name, x if x.ndim else x[None])]
@@ -127,8 +133,8 @@ class DataCollector:
         if not bool(bad.any()):
             return
         per_row = bad.flatten(1).any(1) if x.ndim > 1 else bad.reshape(-1)
-        for row in per_row.nonzero().flatten().tolist()[: _MAX_ROWS - len(rows)]:
-            rows.append((self.batches, row))
+        found = per_row.nonzero().flatten().tolist()[: _MAX_ROWS - len(rows)]
+        rows.extend((self.batches, row) for row in found)
 
     def targets(self, learn: Learner) -> str | None:
         """Look at the targets of one training batch, after the prediction is known.
@@ -180,10 +186,15 @@ class DataCollector:
             features=tuple(r.feature(n) for n, r in self._features.items()),
             targets=tuple(
                 Target(
-                    name=n, dtype=t.dtype, min=t.low if t.low <= t.high else math.nan,
-                    max=t.high if t.low <= t.high else math.nan, nonfinite=t.bad,
-                    all_ignored_batches=tuple(t.ignored[:_MAX_ROWS]), out_of_range=t.out_of_range, classes=t.classes,
-                )  # fmt: skip
+                    name=n,
+                    dtype=t.dtype,
+                    min=t.low if t.low <= t.high else math.nan,
+                    max=t.high if t.low <= t.high else math.nan,
+                    nonfinite=t.bad,
+                    all_ignored_batches=tuple(t.ignored[:_MAX_ROWS]),
+                    out_of_range=t.out_of_range,
+                    classes=t.classes,
+                )
                 for n, t in self._targets.items()
             ),
             nonfinite_rows=tuple(self.bad_rows),
@@ -196,7 +207,9 @@ def is_class_loss(loss: Any) -> bool:
     """Whether a loss reads integer targets as class labels (torch's and fastai's cross entropies)."""
     inner = getattr(loss, "func", loss)
     name = getattr(inner, "__name__", type(inner).__name__).lower()
-    return any(part in name for part in ("crossentropy", "cross_entropy", "nllloss", "nll_loss")) and "binary" not in name
+    return (
+        any(part in name for part in ("crossentropy", "cross_entropy", "nllloss", "nll_loss")) and "binary" not in name
+    )
 
 
 def ignore_index(loss: Any) -> int:

@@ -73,7 +73,7 @@ class FitLog:
         return cls.final_values(learn).get("valid_loss")
 
 
-class FitWatch(Callback):  # type: ignore[misc]  # fastai ships no types
+class FitWatch(Callback):
     """Right after MixedPrecision (order 10): its scaler has been updated, nothing else has happened yet."""
 
     order = 10.5
@@ -107,9 +107,13 @@ class FitWatch(Callback):  # type: ignore[misc]  # fastai ships no types
         log, after = self.fit_log, self._scale()
         log.steps.append(
             Step(
-                step=len(log.steps), loss=log.loss, lr=float(self.opt.hypers[-1]["lr"]),
-                scale_before=log.scale, scale_after=after, skipped=log.skipped,
-            )  # fmt: skip
+                step=len(log.steps),
+                loss=log.loss,
+                lr=float(self.opt.hypers[-1]["lr"]),
+                scale_before=log.scale,
+                scale_after=after,
+                skipped=log.skipped,
+            )
         )
         log.scale = after
 

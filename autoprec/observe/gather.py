@@ -73,7 +73,11 @@ class Gatherer:
             return self._main(evidence)
         if need.startswith("leg:"):
             name = need.removeprefix("leg:")
-            leg = self.reference if name == "fp32" and self.reference is not None else self._leg(self._spec(name, evidence), name)
+            leg = (
+                self.reference
+                if name == "fp32" and self.reference is not None
+                else self._leg(self._spec(name, evidence), name)
+            )
             return evidence.model_copy(update={"legs": {**evidence.legs, name: leg}})
         provider: dict[str, Callable[[Evidence], Evidence]] = {
             "scale_search": self._scale_search,

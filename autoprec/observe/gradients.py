@@ -65,9 +65,7 @@ def search_scale(learn: Learner, batches: Sequence[Batch], setting: Setting) -> 
             best = _bisect(loss, params, best)
         if best is None:
             origin = trace(replay, setting.precision, scale=2.0**_LOWEST)
-            return ScaleSearch(
-                largest_finite=None, smallest_tried=2.0**_LOWEST, batches=len(batches), origin=origin
-            )
+            return ScaleSearch(largest_finite=None, smallest_tried=2.0**_LOWEST, batches=len(batches), origin=origin)
     return ScaleSearch(
         largest_finite=None if best is None else 2.0**best, smallest_tried=2.0**_LOWEST, batches=len(batches)
     )

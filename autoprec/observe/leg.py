@@ -44,9 +44,18 @@ __all__ = ["LegRun", "run_leg"]
 # Callbacks that write files, draw or stop early by what a whole run shows. By name: importing each would pull in
 # every logging package.
 _LEFT_OUT = {
-    "CSVLogger", "CometCallback", "NeptuneCallback", "ProgressCallback", "SaveModelCallback", "ShowGraphCallback",
-    "SwanLabCallback", "TensorBoardBaseCallback", "TerminateOnNaNCallback", "TrackerCallback", "WandbCallback",
-}  # fmt: skip
+    "CSVLogger",
+    "CometCallback",
+    "NeptuneCallback",
+    "ProgressCallback",
+    "SaveModelCallback",
+    "ShowGraphCallback",
+    "SwanLabCallback",
+    "TensorBoardBaseCallback",
+    "TerminateOnNaNCallback",
+    "TrackerCallback",
+    "WandbCallback",
+}
 
 
 @dataclass
@@ -81,6 +90,7 @@ class LegRun:
     replay: Replay | None = None
     loss: float = math.nan
     bad_prediction: bool = False
+    untraced: str | None = None
     loss_fp32: bool = False
     inner_fit: int = -1
     done: int = 0
@@ -98,10 +108,13 @@ class LegRun:
     def trace(self, *, scale: float | None = None) -> None:
         """Find the origin in the batch at hand."""
         if self.origins and self.origin is None and self.replay is not None:
-            self.origin = trace(self.replay, self.spec.precision, scale=scale)
+            try:
+                self.origin = trace(self.replay, self.spec.precision, scale=scale)
+            except Exception as e:  # noqa: BLE001  # a model that cannot be run again must not hide its own failure
+                self.untraced = f"{type(e).__name__}: {e}"
 
 
-class _Ends(Callback):  # type: ignore[misc]  # fastai ships no types
+class _Ends(Callback):
     """Last at every event: what the model really gets, what comes out, and when the leg is over."""
 
     order = 1000
@@ -192,7 +205,7 @@ class _Ends(Callback):  # type: ignore[misc]  # fastai ships no types
         for metric in self.learn.metrics:
             try:
                 self.leg_run.metrics[metric.name] = float(metric.value)
-            except (TypeError, ValueError, ZeroDivisionError):  # a metric without batches, or not a number
+            except (TypeError, ValueError, ZeroDivisionError):  # noqa: PERF203  # a metric without batches, or not a number
                 continue
 
     def _squeeze(self) -> None:
@@ -200,7 +213,7 @@ class _Ends(Callback):  # type: ignore[misc]  # fastai ships no types
         self.learn.pct_train = self.leg_run.done / self._quota
 
 
-class _Ledger(Callback):  # type: ignore[misc]  # fastai ships no types
+class _Ledger(Callback):
     """Right after MixedPrecision (order 10), before GradientClip (11): gradients are unscaled here."""
 
     order = 10.5
@@ -239,12 +252,19 @@ class _Ledger(Callback):  # type: ignore[misc]  # fastai ships no types
         run = self.leg_run
         run.steps.append(
             Step(
-                step=len(run.steps), loss=run.loss, lr=float(self.opt.hypers[-1]["lr"]), grad_norm=run.norm,
-                scale_before=run.scale, scale_after=self._scale(), skipped=run.skipped,
-            )  # fmt: skip
+                step=len(run.steps),
+                loss=run.loss,
+                lr=float(self.opt.hypers[-1]["lr"]),
+                grad_norm=run.norm,
+                scale_before=run.scale,
+                scale_after=self._scale(),
+                skipped=run.skipped,
+            )
         )
         if not run.skipped and not math.isfinite(largest(floating(list(self.model.parameters())))):
-            run.fail(Failure(step=len(run.steps) - 1, where="weight", names=nonfinite_names(self.model.named_parameters())))
+            run.fail(
+                Failure(step=len(run.steps) - 1, where="weight", names=nonfinite_names(self.model.named_parameters()))
+            )
 
 
 def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg:

@@ -51,7 +51,7 @@ def watch_callbacks(learn: Learner, found: list[Misuse]) -> None:
             learn.cbs.insert(learn.cbs.index(cb) + offset, watcher)
 
 
-class _Side(Callback):  # type: ignore[misc]  # fastai ships no types
+class _Side(Callback):
     def __init__(self, watched_cb: Any, watched_events: list[str], side_seen: dict[str, Any]) -> None:
         self.watched_cb, self.watched_events, self.side_seen = watched_cb, watched_events, side_seen
         self.order = watched_cb.order

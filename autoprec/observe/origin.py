@@ -50,11 +50,14 @@ _LIBRARIES = tuple(
 )
 # They return what they are given, or memory that nobody has written yet.
 _NOT_MAKERS = re.compile(r"aten\.(empty|new_empty|resize|set_|_efficientzerotensor)")
-_FILLS = re.compile(r"aten\.(masked_fill|fill|full|new_full|where|scalar_tensor|full_like|lift_fresh|scatter|index_put)")
-_CASTS = re.compile(r"aten\.(_to_copy|to|copy_|clone|detach|t|view|_unsafe_view|reshape|expand|permute|transpose|"
-                    r"unsqueeze|squeeze|alias|as_strided|slice|select)\b")  # fmt: skip
+_FILLS = re.compile(
+    r"aten\.(masked_fill|fill|full|new_full|where|scalar_tensor|full_like|lift_fresh|scatter|index_put)"
+)
+_CASTS = re.compile(
+    r"aten\.(_to_copy|to|copy_|clone|detach|t|view|_unsafe_view|reshape|expand|permute|transpose|"
+    r"unsqueeze|squeeze|alias|as_strided|slice|select)\b"
+)
 _DIVISIONS = {"aten.div", "aten.div_", "aten.true_divide", "aten.reciprocal", "aten.native_div"}
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 @dataclass
@@ -201,7 +204,7 @@ class _Watcher(TorchDispatchMode):
     phase: Literal["forward", "loss", "backward"] = "forward"
     stack: list[int] = field(default_factory=list)
     counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
-    modules_at: dict[tuple[str | None, int | None], tuple[str | None, str | None]] = field(default_factory=dict)
+    made_by: dict[int, Place] = field(default_factory=dict)
     last_compute: _Seen | None = None
 
     def __post_init__(self) -> None:
@@ -226,7 +229,9 @@ class _Watcher(TorchDispatchMode):
             bad = made and not all(bool(torch.isfinite(t).all()) for t in made)
             if bad and all(bool(torch.isfinite(t).all()) for t in read):
                 fills = bool(_FILLS.match(seen.op))
-                self.candidates.append(_Seen(seen.key, seen.phase, seen.place, seen.op, seen.args, out, fills).measured())
+                self.candidates.append(
+                    _Seen(seen.key, seen.phase, seen.place, seen.op, seen.args, out, fills).measured()
+                )
         return out
 
     def _seen(self, name: str, args: Any, out: Any) -> _Seen:
@@ -249,16 +254,17 @@ class _Watcher(TorchDispatchMode):
         return seen
 
     def _place(self) -> Place:
+        where = _user_frame(sys._getframe(2))
         module = self.stack[-1] if self.stack else None
+        if self.phase == "backward" and where.file is None and module is None:
+            # No python frame of the user's: the place of the forward op that made the node now running.
+            node = torch._C._current_autograd_node()
+            return self.made_by.get(node._sequence_nr(), Place()) if node is not None else Place()
         path = self.names.get(module) if module is not None else None
         cls = self.classes.get(module) if module is not None else None
-        if self.phase == "backward":
-            where = _frame_of_node()
-            path, cls = self.modules_at.get((where.file, where.line), (None, None))
-            return where.model_copy(update={"module": path, "module_class": cls})
-        where = _user_frame(sys._getframe(2))
         where = where.model_copy(update={"module": path, "module_class": cls})
-        self.modules_at.setdefault((where.file, where.line), (path, cls))
+        # An op's node is made just before the op runs: it carries the number before the next one.
+        self.made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, where)
         return where
 
 
@@ -266,27 +272,11 @@ def _user_frame(frame: FrameType | None) -> Place:
     """The innermost frame that is not of torch, fastai or autoprec; nothing beyond the replay itself."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == __file__ and frame.f_code.co_name in ("predict", "loss"):
+        if file == __file__ and frame.f_code.co_name in ("predict", "loss", "watch"):
             break
         if not file.startswith(("<", *_LIBRARIES)) and not Path(file).resolve().as_posix().startswith(_LIBRARIES):
             return place_at(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return Place()
-
-
-def _frame_of_node() -> Place:
-    """The forward line that made the backward node now running (recorded by anomaly mode)."""
-    node = torch._C._current_autograd_node()
-    lines = node.metadata.get("traceback_", []) if node is not None else []
-    for entry in reversed(lines):
-        found = _FRAME.search(entry)
-        if found is None:
-            continue
-        file = found["file"]
-        if file == __file__ and found["function"] in ("predict", "loss"):
-            break
-        if not file.startswith(("<", *_LIBRARIES)):
-            return place_at(file, int(found["line"]), found["function"])
     return Place()
 
 
@@ -331,6 +321,20 @@ def _module_stack(watcher: _Watcher) -> Iterator[None]:
         post.remove()
 
 
+@contextmanager
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Run a backward pass in the block without leaving anything in the `.grad` fields."""
+    params = list(model.parameters())
+    kept = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, kept, strict=True):
+            p.grad = grad
+
+
 def watch(
     replay: Replay,
     precision: Precision,
@@ -352,22 +356,16 @@ def watch(
     watcher = _Watcher({id(m): n for n, m in named}, {id(m): type(m).__name__ for _, m in named}, wanted, note)
     with ExitStack() as stack:
         stack.enter_context(replay.again())
-        if scale is not None:
-            import warnings
-
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", UserWarning)  # anomaly mode announces that it is slow
-            stack.enter_context(torch.autograd.detect_anomaly(check_nan=False))
         with replay.precision(precision), _module_stack(watcher), watcher:
             pred = replay.predict()
             watcher.phase = "loss"
             watcher.stack.clear()
             loss = replay.loss(pred)
         if scale is not None and loss.requires_grad:
-            params = [p for p in model.parameters() if p.requires_grad]
             watcher.phase = "backward"
-            with watcher:
-                torch.autograd.grad(loss * scale, params, allow_unused=True)
+            with gradients_kept(model), _module_stack(watcher), watcher:
+                # Not autograd.grad: a reentrant checkpoint allows only backward().
+                (loss * scale).backward()
     return watcher
 
 

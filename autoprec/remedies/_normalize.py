@@ -18,7 +18,8 @@ def batch_normalizer(mean: Tensor, std: Tensor, before: Callable[..., Any]) -> C
     """A loader's `after_batch` that normalizes the first floating input after what the loader did `before`.
 
     Args:
-        mean, std: broadcastable to the input, as in `[1, C]` or `[1, C, 1, 1]`.
+        mean: per column or channel, `[C]` in any shape.
+        std: likewise.
         before: the loader's own `after_batch`.
     """
     # A bound no-op of the loader's class would drag the whole loader along into the export.
@@ -29,13 +30,16 @@ def batch_normalizer(mean: Tensor, std: Tensor, before: Callable[..., Any]) -> C
             batch = inner(batch, *args, **kwargs)
         done = False
         out = []
-        for x in batch:
+        for item in batch:
+            x = item
             if not done and hasattr(x, "is_floating_point") and x.is_floating_point():
                 done = True
                 shape = [1] * x.ndim
                 if x.ndim > 1:
                     shape[1] = -1
-                x = ((x.double() - mean.to(x.device).double().view(shape)) / std.to(x.device).double().view(shape)).to(x.dtype)
+                x = ((x.double() - mean.to(x.device).double().view(shape)) / std.to(x.device).double().view(shape)).to(
+                    x.dtype
+                )
             out.append(x)
         return type(batch)(out)
 

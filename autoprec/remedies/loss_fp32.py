@@ -1,7 +1,7 @@
 """Compute the loss function outside autocast, in fp32.
 
-Cures        a product, sum or epsilon that leaves half's range inside the loss: fastai casts the prediction to fp32, but
-             the loss runs under autocast.
+Cures        a product, sum or epsilon that leaves half's range inside the loss: fastai casts the prediction to fp32,
+             but the loss runs under autocast.
 Costs        next to nothing: the loss is a small part of a step.
 """
 

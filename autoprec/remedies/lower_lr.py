@@ -38,7 +38,11 @@ class LowerLr(Remedy[Settings]):
         peak = float(f"{self._peak(evidence):.6g}")
         subject.plan = subject.plan.scaled(factor)
         return Change(
-            remedy=self.name, what="learning rate (peak)", before=peak, after=float(f"{peak * factor:.6g}"), data={"factor": factor}
+            remedy=self.name,
+            what="learning rate (peak)",
+            before=peak,
+            after=float(f"{peak * factor:.6g}"),
+            data={"factor": factor},
         )
 
     def undo(self, subject: Subject, change: Change) -> None:

@@ -6,7 +6,7 @@ Costs        the memory of fp32 weights (which mixed precision always has).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,7 +41,10 @@ class MasterWeights(Remedy[Settings]):
         for s, k in state:
             s[k] = s[k].float()
         return Change(
-            remedy=self.name, what=f"dtype of {len(named)} weights and buffers", before=", ".join(dtypes), after="float32"
+            remedy=self.name,
+            what=f"dtype of {len(named)} weights and buffers",
+            before=", ".join(dtypes),
+            after="float32",
         )
 
     def undo(self, subject: Subject, change: Change) -> None:
@@ -59,7 +62,7 @@ def _half_tensors(subject: Subject) -> list[tuple[str, torch.Tensor]]:
     return [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if t.dtype in _HALF]
 
 
-def _half_state(subject: Subject) -> list[tuple[dict[str, object], str]]:
+def _half_state(subject: Subject) -> list[tuple[dict[str, Any], str]]:
     opt = subject.learn.opt
     states = list(getattr(opt, "state", {}).values()) if opt is not None else []
     return [(s, k) for s in states for k, v in s.items() if isinstance(v, torch.Tensor) and v.dtype in _HALF]

@@ -89,12 +89,12 @@ class NormalizeInputs(Remedy[Settings]):
         undo += [(dl.dataset.procs, "fs", dl.dataset.procs.fs) for dl in loaders]
         proc = TabularNormalize()
         for dl in loaders:
-            dl.dataset.items = dl.dataset.items.astype({c: "float64" for c in dl.dataset.cont_names})
+            dl.dataset.items = dl.dataset.items.astype(dict.fromkeys(dl.dataset.cont_names, "float64"))
         proc.setup(loaders[0].dataset)  # training rows: statistics and transform
         for dl in loaders[1:]:
             proc(dl.dataset)
         for dl in loaders:
-            dl.dataset.items = dl.dataset.items.astype({c: "float32" for c in dl.dataset.cont_names})
+            dl.dataset.items = dl.dataset.items.astype(dict.fromkeys(dl.dataset.cont_names, "float32"))
         # One pipeline may serve all loaders; test_dl processes new rows through it.
         for pipeline in {id(dl.dataset.procs): dl.dataset.procs for dl in loaders}.values():
             pipeline.fs = type(procs.fs)([*pipeline.fs, proc])
@@ -104,13 +104,17 @@ class NormalizeInputs(Remedy[Settings]):
             what="inputs (fastai tabular Normalize)",
             before="as the table gives them",
             after="(x - mean) / std of the training rows",
-            data={"mean": {k: float(v) for k, v in proc.means.items()}, "std": {k: float(v) for k, v in proc.stds.items()}},
+            data={
+                "mean": {k: float(v) for k, v in proc.means.items()},
+                "std": {k: float(v) for k, v in proc.stds.items()},
+            },
         )
 
 
 def _statistics(learn: Learner, batches: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Mean and deviation per column or channel of the first floating input, in float64; the learner is left as it is."""
-    count, total, squares, first = 0, None, None, None
+    """Mean and deviation per column or channel of the first floating input, in float64; nothing is left behind."""
+    count: Any = 0
+    total = squares = first = None
     with preserved(learn):
         for i, batch in enumerate(learn.dls.train):
             if i >= batches:

@@ -2,7 +2,7 @@
 
 A row changes a few words of `healthy.yaml`. `fires`: the rule finds its mode and says why. `quiet`: a look-alike, with
 everything gathered, which another rule (`instead`) finds or none does; `consequence: true` where the mode is found
-too, as what follows from the other. `inconclusive`: without some evidence it says what it lacks.
+too, as what follows from the other. `inconclusive`: without some evidence it says what it lacks, or (`needless`) which earlier finding made that needless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS = {
     "fires": {"what", "evidence", "limits", "because", "where", "op", "suggestion", "ruled_out", "repairable",
               "confidence", "numbers"},
     "quiet": {"what", "evidence", "limits", "instead", "consequence"},
-    "inconclusive": {"what", "evidence", "limits", "without", "lacks"},
+    "inconclusive": {"what", "evidence", "limits", "without", "lacks", "needless"},
 }  # fmt: skip
 # Look-alikes that people mistake for each other: each table shows the other one, and stays quiet.
 PAIRS = [
@@ -133,7 +133,10 @@ def test_says_what_it_lacks(mode: str, row: dict[str, Any]) -> None:
     assert found(diagnosis, mode) is None
     why = {check.mode: check.why for check in diagnosis.not_run}
     assert mode in why, "the rule says nothing of what is missing"
-    assert why[mode] == f"no evidence: {', '.join(row['lacks'])}"
+    if "needless" in row:
+        assert why[mode] == f"not needed: {row['needless']} was found first"
+    else:
+        assert why[mode] == f"no evidence: {', '.join(row['lacks'])}"
 
 
 @pytest.mark.parametrize("row", RANKING, ids=lambda row: row["what"].replace(" ", "_"))

@@ -34,10 +34,14 @@ def same_in_fp32(evidence: Evidence) -> bool:
 
 
 def relevant(evidence: Evidence, limits: Limits) -> bool:
-    """fp32 fails; where a smaller lr could matter, the legs at one are there."""
-    if not fp32_fails(evidence, limits):
-        return same_in_fp32(evidence)
-    return not may_be_lr(evidence) or all(name in evidence.legs for name, _ in LOWER_LR)
+    """fp32 fails, or nobody knows."""
+    return evidence.twin is None or fp32_fails(evidence, limits) or same_in_fp32(evidence)
+
+
+def lower_lr(evidence: Evidence, limits: Limits) -> tuple[str, ...]:
+    """The legs at a smaller lr, where one could matter."""
+    wanted = fp32_fails(evidence, limits) and may_be_lr(evidence)
+    return tuple(f"leg:{name}" for name, _ in LOWER_LR) if wanted else ()
 
 
 def check(evidence: Evidence, limits: Limits) -> Finding | None:
@@ -70,4 +74,11 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
     )
 
 
-RULE = Rule(mode="fails_in_fp32", needs=("leg:main", "leg:fp32"), check=check, doc=__doc__ or "", relevant=relevant)
+RULE = Rule(
+    mode="fails_in_fp32",
+    needs=("leg:main", "leg:fp32"),
+    check=check,
+    doc=__doc__ or "",
+    relevant=relevant,
+    more=lower_lr,
+)

@@ -7,6 +7,7 @@ Not this     a loss that grows steadily (see `lr_divergence`, which a smaller lr
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from autoprec.diagnosis.finding import Finding, Rule
@@ -23,7 +24,9 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         return None
     if any((leg := evidence.legs.get(name)) is not None and trains(leg, limits) for name, _ in LOWER_LR):
         return None
-    norms = [s.grad_norm for s in twin.steps if s.grad_norm is not None]
+    norms = [s.grad_norm for s in twin.steps if s.grad_norm is not None and not math.isnan(s.grad_norm)]
+    if not norms:
+        return None
     usual, peak = statistics.median(norms), max(norms)
     if peak < limits.explosion_ratio * usual:
         return None

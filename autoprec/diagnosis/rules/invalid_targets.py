@@ -23,7 +23,7 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
                 mode=RULE.mode,
                 because=f"{t.out_of_range} labels of {t.name} lie outside 0 to {(t.classes or 0) - 1} "
                 f"(seen: {t.min:g} to {t.max:g}), the model predicts {t.classes} classes",
-                suggestion="map the labels to 0 … n_classes - 1, or give the model as many outputs as there are classes",
+                suggestion="map the labels to 0 … n_classes - 1, or give the model one output per class",
                 evidence={"min": t.min, "max": t.max, "classes": t.classes},
                 repairable=False,
             )

@@ -24,7 +24,8 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     origin = main.origin
     return Finding(
         mode=RULE.mode,
-        because=f"at step {step} these buffers became NaN or infinite: {', '.join(names[:4])}; in fp32 they stay finite",
+        because=f"at step {step} these buffers became NaN or infinite: {', '.join(names[:4])}; "
+        "in fp32 they stay finite",
         where=origin.place if origin else None,
         op=origin.operation.op if origin else None,
         ruled_out=("the data alone: fp32 takes the same batch without harm",),

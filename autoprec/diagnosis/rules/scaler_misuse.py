@@ -46,5 +46,9 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
 
 
 RULE = Rule(
-    mode="scaler_misuse", needs=("leg:main", "leg:fp32", "comparison"), check=check, doc=__doc__ or "", relevant=relevant
+    mode="scaler_misuse",
+    needs=("leg:main", "leg:fp32", "comparison"),
+    check=check,
+    doc=__doc__ or "",
+    relevant=relevant,
 )

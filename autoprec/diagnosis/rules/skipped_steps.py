@@ -10,6 +10,7 @@ from __future__ import annotations
 from autoprec.diagnosis.finding import Finding, Rule
 from autoprec.diagnosis.rules.gradient_overflow import check as overflows
 from autoprec.diagnosis.rules.gradient_overflow import relevant
+from autoprec.diagnosis.rules.gradient_spike import check as spikes
 from autoprec.evidence import Evidence
 from autoprec.ledger import Skips
 from autoprec.policy import Limits
@@ -18,7 +19,9 @@ from autoprec.policy import Limits
 def check(evidence: Evidence, limits: Limits) -> Finding | None:
     """Skips that a lower initial scale would have saved."""
     main, search = evidence.main, evidence.scale_search
-    if main is None or search is None or search.largest_finite is None or overflows(evidence, limits) is not None:
+    if main is None or search is None or search.largest_finite is None:
+        return None
+    if overflows(evidence, limits) is not None or spikes(evidence, limits) is not None:
         return None
     skips = Skips.of(main.steps)
     planned = max(evidence.configuration.planned_steps, skips.attempted)

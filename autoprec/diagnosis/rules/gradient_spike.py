@@ -1,0 +1,54 @@
+"""Some batches have gradients so large that the scaler keeps skipping their steps.
+
+Looks like   a loss scale that works on most batches, found and lost again and again: steps are skipped long after it
+             had time to settle, in single batches whose gradients are far larger than the others'.
+Not this     a scale that works on no batch (`gradient_overflow`), or one that settles late (`skipped_steps`).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from autoprec.diagnosis.finding import Finding, Rule
+from autoprec.diagnosis.rules.gradient_overflow import relevant
+from autoprec.evidence import Evidence, Leg
+from autoprec.ledger import Skips
+from autoprec.policy import Limits
+
+
+def check(evidence: Evidence, limits: Limits) -> Finding | None:
+    """Skips go on after a step was taken, though a working scale exists."""
+    main, search = evidence.main, evidence.scale_search
+    if main is None or search is None or search.largest_finite is None or search.largest_finite < limits.scale_floor:
+        return None
+    skips = Skips.of(main.steps)
+    if skips.late < 2 or skips.late_rate <= limits.skip_rate or settles(main):
+        return None
+    at = [s.step for s in main.steps if s.skipped and s.step >= skips.leading]
+    return Finding(
+        mode=RULE.mode,
+        because=f"{skips.late} of the last {skips.late_attempted} steps were skipped "
+        f"(steps {', '.join(map(str, at[-4:]))}), though on the first {search.batches} batches a loss scale of {search.largest_finite:g} works; it ended at "
+        f"{skips.last_scale:g}",
+        ruled_out=("a scale that never works: most batches take their step", "the forward pass: every loss is finite"),
+        suggestion="look at these batches for outliers in inputs or targets",
+        evidence={"late": skips.late, "late_attempted": skips.late_attempted, "works": search.largest_finite},
+        confidence=0.8,
+    )
+
+
+def settles(leg: Leg) -> bool:
+    """Whether every skip belongs to one descent: the scale never rose between, and the last step was taken."""
+    steps = leg.steps
+    last_skip = max((i for i, s in enumerate(steps) if s.skipped), default=-1)
+    never_rose = all((b.scale_before or 0) <= (a.scale_before or 0) for a, b in pairwise(steps))
+    return last_skip < len(steps) - 1 and never_rose
+
+
+RULE = Rule(
+    mode="gradient_spike",
+    needs=("leg:main", "leg:fp32", "scale_search"),
+    check=check,
+    doc=__doc__ or "",
+    relevant=relevant,
+)
