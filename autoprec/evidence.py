@@ -22,10 +22,12 @@ __all__ = [
     "Feature",
     "Fidelity",
     "Fp32Value",
+    "Headroom",
     "Hidden",
     "Leg",
     "LegSpec",
     "Misuse",
+    "ModuleHeadroom",
     "Operation",
     "Origin",
     "ParameterFidelity",
@@ -281,8 +283,29 @@ class ScaleSearch(Noun):
     """Largest power of two tried whose gradients were finite on every batch; None if none down to `smallest_tried`."""
     smallest_tried: float
     batches: int
+    smallest_unflushed: float | None = None
+    """Smallest power of two at which no parameter is predicted to lose more than the policy's share of its gradient
+    to zero, from the fp32 gradient's magnitudes; None if there is none. What is lost inside the network is not seen."""
     origin: Origin | None = None
     """Where the gradient overflows at the smallest scale tried."""
+
+
+class ModuleHeadroom(Noun):
+    """How many doublings remain below half's largest number, in one module."""
+
+    name: str
+    """Dotted path; "" is the model itself, "(loss)" the loss function."""
+    forward: float | None = None
+    """log2(65504 / largest fp32 output of its ops); negative beyond. None: no floating output."""
+    backward: float | None = None
+    """The same for the gradients of its ops at `Headroom.scale`."""
+
+
+class Headroom(Noun):
+    """Room below 65504 on one batch, measured on fp32 values; sorted, the tightest first."""
+
+    scale: float
+    modules: tuple[ModuleHeadroom, ...]
 
 
 class ParameterFidelity(Noun):
@@ -366,6 +389,7 @@ class Evidence(Noun):
     """At the largest scale that keeps the gradients finite; what a better scale could do at most."""
     hidden: Hidden | None = None
     drift: Drift | None = None
+    headroom: Headroom | None = None
     comparison: Comparison | None = None
 
     @property

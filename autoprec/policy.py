@@ -85,6 +85,7 @@ FAILURE_MODES: tuple[str, ...] = (
     "half_precision_weights",
     "autocast_dtype_error",
     "scaler_misuse",
+    "nonfinite_metric",
 )
 """What a ladder can be for. A new failure mode gets its name here and a ladder in every shipped policy."""
 

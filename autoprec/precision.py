@@ -223,6 +223,8 @@ def attached(learn: Learner, setting: Setting) -> Iterator[None]:
     device = device_type(learn)
     theirs, _ = carried(learn)
     before = list(learn.cbs)
+    # What escapes a batch skips the exit of the callback's autocast, which would put this back.
+    dtype = torch.get_autocast_dtype(device)
     ours = None
     if setting.precision != "fp32":
         if device == "cuda":
@@ -242,6 +244,7 @@ def attached(learn: Learner, setting: Setting) -> Iterator[None]:
         with computing(learn, setting):
             yield
     finally:
+        torch.set_autocast_dtype(device, dtype)
         if ours is not None and ours in learn.cbs:
             learn.remove_cb(ours)
         for cb in before:

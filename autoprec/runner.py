@@ -120,7 +120,8 @@ class Runner:
             lacking = [n for n in missing if n not in self.unavailable]
             if lacking:
                 return lacking[0]
-            if not missing and rule.check(evidence, limits) is not None:
+            found = None if missing else rule.check(evidence, limits)
+            if found is not None and not found.advisory:
                 return None
         return None
 
@@ -133,6 +134,10 @@ class Runner:
             The last evidence and diagnosis, and why it could not be repaired (None: it is well, or inconclusive).
         """
         evidence, found = self.look()
+        if found.primary is not None and self.subject.setting.precision == "fp16" and evidence.main is not None:
+            # For the reader of the report: where room is short.
+            evidence = self._provide("headroom", evidence)
+            self.unavailable.pop("headroom", None)
         self.first = self.first or found
         self._remember_twin(evidence)
         tried: list[PlannedAttempt] = []

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -37,6 +38,41 @@ with warnings.catch_warnings():
     from fastai.torch_core import set_seed
 
 BS = 16
+
+FASTAI_WARNINGS = [
+    # fastai 2.8 on torch 2.14, without an accelerator
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def thread_left_alone() -> Iterator[None]:
+    """Fails a test that leaves something switched on in this thread, and switches it off for the next."""
+    from autoprec.emulation import is_emulating
+    from autoprec.snapshot import release_autocast
+
+    found = thread_state()
+    yield
+    left = {"emulating": is_emulating(), **thread_state()}
+    release_autocast()
+    torch.set_autocast_dtype("cpu", found["dtype"])
+    torch.set_grad_enabled(True)
+    assert left == {"emulating": False, **found}
+
+
+def thread_state() -> dict[str, Any]:
+    """What a fit may leave switched on in this thread."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return {
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_autocast_dtype("cpu"),
+        "nesting": nesting,
+        "grad": torch.is_grad_enabled(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+    }
 
 
 def seed_all(seed: int = 0) -> None:
@@ -486,5 +522,3 @@ def stock_fp16_on_cpu() -> Any:
         for name, value in zip(names, before, strict=True):
             setattr(module, name, value)
 
-
-__all__ = ["KINDS", "Kind", "Recording", "finite", "quiet", "same_state", "seed_all", "set_seed", "state_of"]

@@ -81,7 +81,9 @@ RUNS = [
     Run("2**16 finds 2**10", 2.0**10, 40, chronic=False, ledger="S*6 .*34"),
     Run("2**16 finds 1", 1.0, 40, chronic=False, ledger="S*16 .*24"),
     Run("2**16 finds 1 and the leg ends there", 1.0, 17, chronic=False, ledger="S*16 ."),
-    Run("growth every 30 steps", 2.0**12, 100, chronic=False, init=2.0**21, interval=30, ledger="S*9 .*30 S .*30 S .*29"),
+    Run(
+        "growth every 30 steps", 2.0**12, 100, chronic=False, init=2.0**21, interval=30, ledger="S*9 .*30 S .*30 S .*29"
+    ),
     Run("growth every 5 steps", 2.0**12, 60, chronic=False, interval=5),
     Run("growth every 3 steps costs every fourth step", 2.0**12, 60, chronic=True, interval=3),
     Run("2**24 finds 1, with more to halve", 1.0, 40, chronic=False, init=2.0**24, ledger="S*24 .*16"),

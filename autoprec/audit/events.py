@@ -16,7 +16,19 @@ from typing import Any
 from pydantic import Field
 
 from autoprec.diagnosis.finding import Diagnosis
-from autoprec.evidence import Configuration, DataSample, Fidelity, Leg, Precision, ScaleSearch, Step
+from autoprec.evidence import (
+    Comparison,
+    Configuration,
+    DataSample,
+    Drift,
+    Fidelity,
+    Headroom,
+    Hidden,
+    Leg,
+    Precision,
+    ScaleSearch,
+    Step,
+)
 from autoprec.noun import Noun
 from autoprec.outcome import Attempt, Outcome
 
@@ -204,6 +216,10 @@ EVENTS: Mapping[str, type[Noun]] = MappingProxyType(
         "leg_finished": LegFinished,
         "scale_search": ScaleSearch,
         "fidelity": Fidelity,
+        "headroom": Headroom,
+        "hidden": Hidden,
+        "drift": Drift,
+        "comparison": Comparison,
         "diagnosed": Diagnosis,
         "attempt_started": AttemptStarted,
         "attempt_finished": Attempt,

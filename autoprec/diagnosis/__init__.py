@@ -39,5 +39,7 @@ def diagnose(evidence: Evidence, limits: Limits, rules: Sequence[Rule] = RULES) 
         finding = rule.check(evidence, limits)
         if finding is not None:
             first = findings[0].mode if findings else None
-            findings.append(finding if first is None else finding.model_copy(update={"consequence_of": first}))
+            findings.append(
+                finding if first is None or finding.advisory else finding.model_copy(update={"consequence_of": first})
+            )
     return Diagnosis(findings=tuple(findings), not_run=tuple(not_run))

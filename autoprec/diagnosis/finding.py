@@ -42,10 +42,23 @@ class Finding(Noun):
     """The numbers, by name."""
     confidence: float = 1.0
     """0 to 1: 1 where the evidence shows the fault itself, less where it was inferred."""
+    advisory: bool = False
+    """True: worth knowing, but the training is fine; never the primary finding."""
     repairable: bool = True
     """False: no setting can cure it; the ladder is not walked."""
     consequence_of: str | None = None
     """Mode of the primary finding that explains this one."""
+
+    def lines(self) -> list[str]:
+        """The finding as lines of text, the sentence first."""
+        also = f" (a consequence of {self.consequence_of})" if self.consequence_of else ""
+        out = [f"{self.mode}{also}: {self.because}"]
+        if self.where is not None:
+            out.append(f"    at         {self.where}")
+            out += [f"               {self.where.source}"] if self.where.source else []
+        out += [f"    ruled out  {text}" for text in self.ruled_out]
+        out += [f"    in code    {self.suggestion}"] if self.suggestion else []
+        return out
 
 
 class NotRun(Noun):
@@ -63,8 +76,26 @@ class Diagnosis(Noun):
 
     @property
     def primary(self) -> Finding | None:
-        """The finding to act on; None if nothing was found."""
-        return self.findings[0] if self.findings else None
+        """The finding to act on; None if nothing was found that harms the training."""
+        return next((f for f in self.findings if not f.advisory), None)
+
+    def explain(self) -> str:
+        """For people: each finding with its place, its numbers, what was ruled out and what to do."""
+        lines = []
+        if self.primary is None:
+            lines.append("nothing is wrong" if not self.not_run else "nothing was found, but not every check could run")
+        for finding in self.findings:
+            lines += finding.lines()
+        for check in self.not_run:
+            if not check.why.startswith("not needed"):
+                lines.append(f"not run: {check.mode} ({check.why})")
+        return "\n".join(lines)
+
+    __str__ = explain
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return "```text\n" + self.explain() + "\n```"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autoprec.evidence import DataSample, Evidence, Leg, LegSpec, Precision
 from autoprec.observe.configuration import read_configuration
 from autoprec.observe.data import DataCollector
 from autoprec.observe.drift import find_drift
-from autoprec.observe.gradients import Batch, fidelity, find_hidden, replay_of, search_scale
+from autoprec.observe.gradients import Batch, fidelity, find_hidden, measure_headroom, replay_of, search_scale
 from autoprec.observe.leg import LegRun, quotas, run_leg
 from autoprec.precision import computing
 from autoprec.remedies.clip_gradients import clip_norm
@@ -85,6 +85,7 @@ class Gatherer:
             "best_fidelity": self._best_fidelity,
             "hidden": self._hidden,
             "drift": self._drift,
+            "headroom": self._headroom,
             "comparison": self._comparison,
         }
         return provider[need](evidence)
@@ -138,9 +139,10 @@ class Gatherer:
         learn.training = True
 
     def _scale_search(self, evidence: Evidence) -> Evidence:
+        share = self.policy.limits.flushed_share
         with ExitStack() as stack:
             self._measuring(stack)
-            found = search_scale(self.subject.learn, self.batches, self.subject.setting)
+            found = search_scale(self.subject.learn, self.batches, self.subject.setting, share)
         self.journal.write("scale_search", found)
         return evidence.model_copy(update={"scale_search": found})
 
@@ -174,7 +176,17 @@ class Gatherer:
         with ExitStack() as stack:
             self._measuring(stack)
             found = find_hidden(self.subject.learn, self.batches, self.subject.setting)
+        self.journal.write("hidden", found)
         return evidence.model_copy(update={"hidden": found})
+
+    def _headroom(self, evidence: Evidence) -> Evidence:
+        if not self.batches:
+            return evidence
+        with ExitStack() as stack:
+            self._measuring(stack)
+            found = measure_headroom(self.subject.learn, self.batches[0], self._last_scale(evidence))
+        self.journal.write("headroom", found)
+        return evidence.model_copy(update={"headroom": found})
 
     def _drift(self, evidence: Evidence) -> Evidence:
         precision, learn = self.subject.setting.precision, self.subject.learn
@@ -184,6 +196,7 @@ class Gatherer:
             self._measuring(stack)
             replay = replay_of(learn, self.batches[0], loss_fp32=self.subject.setting.loss_fp32)
             found = find_drift(replay, precision, self.policy.limits.drift)
+        self.journal.write("drift", found)
         return evidence.model_copy(update={"drift": found})
 
     def _comparison(self, evidence: Evidence) -> Evidence:
@@ -204,4 +217,5 @@ class Gatherer:
                 legs[name] = self._leg(LegSpec(precision="fp32", skip_steps=skipped, perturb_seed=seed), name)
                 perturbed.append(legs[name])
             found = compare(main, twin, perturbed, same_steps=found.same_steps)
+        self.journal.write("comparison", found)
         return evidence.model_copy(update={"legs": legs, "comparison": found})

@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoprec.evidence import Fidelity, Hidden, ParameterFidelity, Precision, ScaleSearch
-from autoprec.observe.origin import Replay, trace
-from autoprec.observe.tensors import all_finite
+from autoprec.evidence import Fidelity, Headroom, Hidden, ModuleHeadroom, ParameterFidelity, Precision, ScaleSearch
+from autoprec.observe.origin import Replay, trace, watch
+from autoprec.observe.tensors import all_finite, floating, largest
 
 if TYPE_CHECKING:
     from fastai.learner import Learner
 
     from autoprec.precision import Setting
 
-__all__ = ["Batch", "fidelity", "find_hidden", "replay_of", "search_scale"]
+__all__ = ["Batch", "fidelity", "find_hidden", "measure_headroom", "replay_of", "search_scale"]
 
 Batch = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+_FLUSHED = -25
+"""Exponent at and below which a magnitude rounds to zero in half (its smallest number is 2**-24)."""
 
 _HIGHEST, _LOWEST = 24, -14
 """Exponents of the scales tried: fastai's own ceiling for dynamic scales, and half's smallest normal number."""
@@ -45,30 +48,54 @@ def _gradients(loss: Tensor, params: list[Tensor], scale: float, *, retain: bool
     return list(torch.autograd.grad(loss * scale, params, allow_unused=True, retain_graph=retain))
 
 
-def search_scale(learn: Learner, batches: Sequence[Batch], setting: Setting) -> ScaleSearch:
-    """Find the largest power of two that keeps the gradients of every batch finite, by bisection.
+def search_scale(learn: Learner, batches: Sequence[Batch], setting: Setting, flushed_share: float) -> ScaleSearch:
+    """Find the window of loss scales that neither overflow nor flush the gradients of the batches.
 
     Args:
         learn: the learner, in training mode, with its loss function.
         batches: (inputs, targets) pairs as the model got them.
         setting: precision (with a loss scale: fp16) and what of it the loss needs.
+        flushed_share: share of a parameter's gradient that may become zero.
 
     Returns:
-        The search; `largest_finite` is None where even 2**-14 overflows (or the loss itself is not finite).
+        The search: the upper end by bisection over every batch, the lower one predicted from the first batch's fp32
+        gradients. `largest_finite` is None where even 2**-14 overflows (or the loss itself is not finite).
     """
     params = [p for p in learn.model.parameters() if p.requires_grad]
     best: int | None = _HIGHEST
-    for batch in batches:
+    origin = lower = None
+    for i, batch in enumerate(batches):
         replay = replay_of(learn, batch, loss_fp32=setting.loss_fp32)
+        if i == 0:
+            lower = _smallest_unflushed(replay, params, flushed_share)
         with replay.again():
-            loss = _loss(replay, setting.precision)
-            best = _bisect(loss, params, best)
+            best = _bisect(_loss(replay, setting.precision), params, best)
         if best is None:
             origin = trace(replay, setting.precision, scale=2.0**_LOWEST)
-            return ScaleSearch(largest_finite=None, smallest_tried=2.0**_LOWEST, batches=len(batches), origin=origin)
+            break
     return ScaleSearch(
-        largest_finite=None if best is None else 2.0**best, smallest_tried=2.0**_LOWEST, batches=len(batches)
+        largest_finite=None if best is None else 2.0**best,
+        smallest_tried=2.0**_LOWEST,
+        batches=len(batches),
+        smallest_unflushed=lower,
+        origin=origin,
     )
+
+
+def _smallest_unflushed(replay: Replay, params: list[Tensor], share: float) -> float | None:
+    """From the fp32 gradients: an element times the scale below 2**-25 rounds to zero in half."""
+    with replay.again():
+        gradients = [g for g in _gradients(_loss(replay, "fp32"), params, 1.0, retain=False) if g is not None]
+    for exponent in range(_LOWEST, _HIGHEST + 1):
+        limit = 2.0 ** (_FLUSHED - exponent)
+        if all(_share_below(g, limit) <= share for g in gradients):
+            return 2.0**exponent
+    return None
+
+
+def _share_below(gradient: Tensor, limit: float) -> float:
+    size = gradient.abs().double()
+    return float(((size <= limit) & (size > 0)).sum()) / max(1, size.numel())
 
 
 def _bisect(loss: Tensor, params: list[Tensor], ceiling: int | None) -> int | None:
@@ -130,3 +157,33 @@ def _compare(name: str, a: Tensor, b: Tensor) -> ParameterFidelity:
     cosine = float((a * b).sum()) / (size_a * size_b) if size_a and size_b else float(size_a == size_b)
     error = float((a - b).norm()) / size_b if size_b else math.nan
     return ParameterFidelity(name=name, flushed=flushed, cosine=cosine, relative_error=error)
+
+
+def measure_headroom(learn: Learner, batch: Batch, scale: float) -> Headroom:
+    """How far each module's values and scaled gradients stay below 65504, on fp32 values of one batch.
+
+    Costs one instrumented forward and backward pass.
+    """
+    peaks: dict[tuple[str, str], float] = {}
+
+    def note(seen: Any, out: Any) -> None:
+        found = floating(out)
+        if found:
+            name = seen.place.module if seen.place.module is not None else "(loss)"
+            key = ("backward" if seen.phase == "backward" else "forward", name)
+            peaks[key] = max(peaks.get(key, 0.0), largest(found))
+
+    watch(replay_of(learn, batch, loss_fp32=False), "fp32", scale, None, note)
+    names = dict.fromkeys(name for _, name in peaks)
+    rows = [
+        ModuleHeadroom(name=n, forward=_room(peaks.get(("forward", n))), backward=_room(peaks.get(("backward", n))))
+        for n in names
+    ]
+    rows.sort(key=lambda r: min(v for v in (r.forward, r.backward, math.inf) if v is not None))
+    return Headroom(scale=scale, modules=tuple(rows))
+
+
+def _room(peak: float | None) -> float | None:
+    if peak is None or math.isnan(peak):
+        return None
+    return math.inf if peak == 0 else math.log2(65504 / peak) if math.isfinite(peak) else -math.inf

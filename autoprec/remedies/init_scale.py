@@ -63,6 +63,8 @@ class InitScale(Remedy[Settings]):
             wanted = scale_now(subject) * settings.factors[0]
         else:
             search = evidence.scale_search
-            wanted = (search.largest_finite or settings.min) / _ROOM if search else settings.min
+            top = (search.largest_finite or settings.min) if search else settings.min
+            # Inside the window: below what overflows, above what flushes where there is such a scale.
+            wanted = max(top / _ROOM, min(top, (search.smallest_unflushed or 0.0) if search else 0.0))
         bounded = min(max(wanted, settings.min), settings.max)
         return float(2.0 ** math.floor(math.log2(bounded)))

@@ -24,6 +24,7 @@ from autoprec.diagnosis.rules import (
     lr_divergence,
     no_gradient,
     nonfinite_data,
+    nonfinite_metric,
     nonfinite_parameters,
     plateau,
     poisoned_buffers,
@@ -64,4 +65,5 @@ RULES: tuple[Rule, ...] = (
     gradient_underflow.RULE,
     precision_loss.RULE,
     plateau.RULE,
+    nonfinite_metric.RULE,
 )

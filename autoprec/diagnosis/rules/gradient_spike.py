@@ -28,8 +28,8 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
     return Finding(
         mode=RULE.mode,
         because=f"{skips.late} of the last {skips.late_attempted} steps were skipped "
-        f"(steps {', '.join(map(str, at[-4:]))}), though on the first {search.batches} batches a loss scale of {search.largest_finite:g} works; it ended at "
-        f"{skips.last_scale:g}",
+        f"(steps {', '.join(map(str, at[-4:]))}), though on the first {search.batches} batches a loss scale of "
+        f"{search.largest_finite:g} works; it ended at {skips.last_scale:g}",
         ruled_out=("a scale that never works: most batches take their step", "the forward pass: every loss is finite"),
         suggestion="look at these batches for outliers in inputs or targets",
         evidence={"late": skips.late, "late_attempted": skips.late_attempted, "works": search.largest_finite},

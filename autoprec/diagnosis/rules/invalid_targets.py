@@ -17,6 +17,9 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     data, main = evidence.data, evidence.main
     if data is None or main is None:
         return None
+    ctc = _ctc(evidence)
+    if ctc is not None:
+        return ctc
     for t in data.targets:
         if t.out_of_range:
             return Finding(
@@ -38,6 +41,27 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
                 repairable=False,
             )
     return None
+
+
+def _ctc(evidence: Evidence) -> Finding | None:
+    """CTC's loss is infinite exactly where no alignment exists: the target does not fit into the input's length."""
+    main = evidence.main
+    origin = main.origin if main else None
+    if main is None or main.failure is None or origin is None or "ctc_loss" not in origin.operation.op:
+        return None
+    if origin.fp32 is not None and origin.fp32.finite:
+        return None
+    return Finding(
+        mode=RULE.mode,
+        because=f"at step {main.failure.step} the CTC loss has no alignment: a target is longer than its input allows "
+        "(each repeated label needs a blank between)",
+        where=origin.place,
+        op=origin.operation.op,
+        ruled_out=("16-bit arithmetic: fp32 gives infinity too",),
+        suggestion="leave these samples out, downsample the inputs less, or set zero_infinity=True",
+        evidence={"step": main.failure.step},
+        repairable=False,
+    )
 
 
 RULE = Rule(mode="invalid_targets", needs=("data", "leg:main"), check=check, doc=__doc__ or "")
