@@ -390,6 +390,8 @@ class Evidence(Noun):
     hidden: Hidden | None = None
     drift: Drift | None = None
     headroom: Headroom | None = None
+    fp32_share: float | None = None
+    """Share of the forward pass' FLOPs that are computed in fp32 in a 16-bit run; None if not measured."""
     comparison: Comparison | None = None
 
     @property

@@ -78,12 +78,19 @@ def obstacle(learn: Learner, island: Island) -> str | None:
     model = learn.model
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return f"islands inside {type(model).__name__} are not supported yet"
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) if hasattr(torch, "_dynamo") else False:
-        return "islands inside a compiled model are not supported yet; compile after the repair"
     modules = dict(model.named_modules())
-    if island.module not in modules:
+    if island.module not in modules and not _compiled(model):
         return f"the model has no module {island.module!r}"
+    parts = island.module.split(".")
+    around = [modules.get(".".join(parts[:i])) for i in range(len(parts) + 1)]
+    if any(m is not None and _compiled(m) for m in around):
+        return "islands inside a compiled model are not supported yet; compile after the repair"
     return None
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, by `torch.compile(module)` or in place by `module.compile()`."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 @contextmanager
@@ -176,7 +183,8 @@ class _RegionMode(TorchFunctionMode):
     def _is_ours(self, frame: FrameType | None) -> bool:
         while frame is not None:
             code = frame.f_code
-            if not code.co_filename.startswith(_TORCH):
+            # Our own frames: several regions of one module are modes on top of each other.
+            if code.co_filename != __file__ and not code.co_filename.startswith(_TORCH):
                 at_line = self.island.line is None or self._covers(frame)
                 return code.co_name == self.island.function and at_line and self._same_file(code.co_filename)
             if code.co_name in _CALLS:

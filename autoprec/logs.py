@@ -7,6 +7,7 @@ Quiet until asked: `autoprec.enable_logging()` shows the lines; a program that h
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         RunStarted,
     )
     from autoprec.diagnosis.finding import Diagnosis
-    from autoprec.evidence import Configuration, DataSample, Fidelity, ScaleSearch
+    from autoprec.evidence import Comparison, Configuration, DataSample, Drift, Fidelity, Headroom, Hidden, ScaleSearch
     from autoprec.outcome import Attempt, Outcome
 
 __all__ = ["disable_logging", "enable_logging", "line", "say", "warn"]
@@ -100,7 +101,12 @@ def line(event: Event) -> str | None:
 def _level(event: Event) -> str:
     if event.event == "failed" or (event.event == "run_finished" and event.payload["result"] == "unrepaired"):
         return "WARNING"
-    return "DEBUG" if event.event in ("configuration", "data", "scale_search", "fidelity") else "INFO"
+    return (
+        "DEBUG"
+        if event.event
+        in ("configuration", "data", "scale_search", "fidelity", "headroom", "hidden", "drift", "comparison")
+        else "INFO"
+    )
 
 
 def _run_started(body: RunStarted) -> str:
@@ -156,6 +162,31 @@ def _fidelity(body: Fidelity) -> str:
     return f"gradients: {losses}; {share(worst.flushed)} of {worst.name} flushed to zero at scale {scale(body.scale)}"
 
 
+def _headroom(body: Headroom) -> str | None:
+    if not body.modules:
+        return None
+    tightest = body.modules[0]
+    room = min(v for v in (tightest.forward, tightest.backward, math.inf) if v is not None)
+    return f"headroom: {tightest.name or 'the model'} is {number(room)} doublings below float16's largest number"
+
+
+def _hidden(body: Hidden) -> str | None:
+    if body.origin is None:
+        return None
+    return f"hidden: {body.origin.operation.op} makes a value that is not finite, and what follows absorbs it"
+
+
+def _drift(body: Drift) -> str | None:
+    if body.place is None:
+        return None
+    return f"drift: {body.op} misses {share(body.error or 0.0)} of its variation at {body.place}"
+
+
+def _comparison(body: Comparison) -> str:
+    noise = f", noise {share(body.spread)}" if body.spread is not None else ""
+    return f"beside the fp32 twin: training loss {body.excess:+.1%}{noise}"
+
+
 def _diagnosed(body: Diagnosis) -> str:
     if body.primary is None:
         missing = f" ({count(len(body.not_run), 'check')} could not run)" if body.not_run else ""
@@ -206,6 +237,10 @@ _LINES: MappingProxyType[str, Callable[[Any], str | None]] = MappingProxyType(
         "leg_finished": _leg_finished,
         "scale_search": _scale_search,
         "fidelity": _fidelity,
+        "headroom": _headroom,
+        "hidden": _hidden,
+        "drift": _drift,
+        "comparison": _comparison,
         "diagnosed": _diagnosed,
         "attempt_started": _attempt_started,
         "attempt_finished": _attempt_finished,

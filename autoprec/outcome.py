@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PrivateAttr
 
-from autoprec.diagnosis.finding import Diagnosis, NotRun
+from autoprec.diagnosis.finding import Diagnosis, Finding, NotRun
 from autoprec.evidence import Precision
 from autoprec.noun import Noun
 
@@ -28,6 +28,8 @@ class Change(Noun):
     before: Any = None
     after: Any = None
     why: str = ""
+    needed: str | None = None
+    """What the same probe shows without the change; None where that was not probed."""
     data: dict[str, Any] = {}
     """What `undo` needs besides; JSON-able."""
 
@@ -64,6 +66,12 @@ class Price(Noun):
     seconds: float = 0.0
     """Wall time before the fit."""
     fit_seconds: float | None = None
+    steps_per_second: dict[str, float] = {}
+    """Of the probes, on this device: "fp32", the stock 16-bit run under its precision's name, "repaired"."""
+    peak_memory: dict[str, int] = {}
+    """Bytes on the accelerator, likewise; empty on a CPU."""
+    fp32_share: float | None = None
+    """Share of the forward pass' FLOPs that islands take; None without islands."""
 
 
 class Outcome(Noun):
@@ -104,20 +112,25 @@ class Outcome(Noun):
         return "\n".join(_explain(self))
 
 
+def _cause(primary: Finding) -> Iterable[str]:
+    yield f"  found    {primary.mode}: {primary.because}"
+    if primary.where is not None:
+        yield f"  at       {primary.where}"
+        if primary.where.source:
+            yield f"           {primary.where.source}"
+    if primary.suggestion:
+        yield f"  in code  {primary.suggestion}"
+
+
 def _explain(outcome: Outcome) -> Iterable[str]:
     where = f" in {outcome.precision}" if outcome.precision else ""
     yield f"{outcome.result}{where}{': ' + outcome.detail if outcome.detail else ''}"
-    primary = outcome.diagnosis.primary
-    if primary is not None:
-        yield f"  found    {primary.mode}: {primary.because}"
-        if primary.where is not None:
-            yield f"  at       {primary.where}"
-            if primary.where.source:
-                yield f"           {primary.where.source}"
-        if primary.suggestion:
-            yield f"  in code  {primary.suggestion}"
+    if outcome.diagnosis.primary is not None:
+        yield from _cause(outcome.diagnosis.primary)
     for change in outcome.changes:
         yield f"  changed  {change.what}: {change.before} -> {change.after}"
+        if change.needed:
+            yield f"  needed   {change.needed}"
     for check in outcome.checks_not_run:
         if check.why.startswith("not needed"):
             continue

@@ -127,6 +127,8 @@ class ProbeSettings(Section):
     late_failures: Annotated[Whole, Field(ge=0, le=10)] = 2
     """How often a fit that fails after the probe's last step is probed again up to the failing step and repaired.
     2: a second cause behind the first; beyond that the fit is restarted more often than it is trained."""
+    necessity_probes: Annotated[Whole, Field(ge=0, le=32)] = 4
+    """Probes spent on taking kept remedies back one by one, to see that each is needed. 4: few repairs are longer."""
     noise_legs: Annotated[Whole, Field(ge=1, le=16)] = 2
     """Perturbed fp32 legs that tell what difference is noise. 2: the spread of three runs, for the price of two."""
 

@@ -22,7 +22,7 @@ from autoprec.diagnosis.finding import Diagnosis, Finding
 from autoprec.diagnosis.fp32 import LOWER_LR
 from autoprec.doctor import environment
 from autoprec.errors import AutoprecError, RestoreError
-from autoprec.evidence import DataSample, Evidence, Leg
+from autoprec.evidence import DataSample, Evidence, Leg, Place
 from autoprec.observe.fit import FitLog, FitWatch
 from autoprec.observe.gather import Gatherer
 from autoprec.outcome import Attempt, Change, Outcome, Price, Verdict
@@ -45,10 +45,14 @@ _QUIET = {"plateau", "gradient_underflow", "precision_loss"}
 
 @dataclass
 class Kept:
-    """A remedy that was applied and stays so far."""
+    """A remedy that was applied and stays so far, with what it takes to apply it again."""
 
     remedy: Remedy[Any]
     change: Change
+    mode: str
+    evidence: Evidence
+    settings: Any
+    place: Place | None
 
 
 @dataclass
@@ -71,6 +75,9 @@ class Runner:
     unavailable: dict[str, str] = field(default_factory=dict)
     first: Diagnosis | None = None
     last: Diagnosis | None = None
+    first_look: Evidence | None = None
+    last_look: Evidence | None = None
+    fp32_share: float | None = None
     reference: Leg | None = None
     yardstick: Leg | None = None
     data: DataSample | None = None
@@ -91,7 +98,8 @@ class Runner:
             evidence = self._provide(need, evidence)
         found = diagnose(evidence, self.policy.limits, self.rules)
         self.journal.write("diagnosed", found)
-        self.last = found
+        self.last, self.last_look = found, evidence
+        self.first_look = self.first_look or evidence
         return evidence, found
 
     def _provide(self, need: str, evidence: Evidence) -> Evidence:
@@ -154,6 +162,8 @@ class Runner:
             if after is not None:
                 evidence, found = after
         verdict = judge(evidence, self.policy.limits)
+        if self.kept and verdict.healthy:
+            self.prove_needed()
         if not verdict.healthy and evidence.main is not None:
             return evidence, found, f"no rule explains it, but the probe is not healthy: {verdict.reason}"
         return evidence, found, None
@@ -195,36 +205,94 @@ class Runner:
             self._note(Attempt(remedy=step.remedy, mode=step.mode, applicable=False, reason=obstacle))
             return None
         before = fingerprint(self.subject.learn)
-        changes = [remedy.apply(self.subject, evidence, settings)]
+        applied = [self._apply(remedy, step.mode, evidence, settings)]
         after, found = self.look(new_twin=remedy.new_twin)
         verdict = self._verdict(primary, after, found, seen)
-        while not verdict.healthy and remedy.grows and len(changes) < getattr(settings, "max_islands", 1):
+        while not verdict.healthy and remedy.grows and len(applied) < getattr(settings, "max_islands", 1):
             # The same remedy on top of itself, where the fault has moved to.
             self.subject.place = found.primary.where if found.primary else None
             if remedy.obstacle(self.subject, after, settings) is not None:
                 break
-            changes.append(remedy.apply(self.subject, after, settings))
+            applied.append(self._apply(remedy, step.mode, after, settings))
             after, found = self.look(new_twin=remedy.new_twin)
             verdict = self._verdict(primary, after, found, seen)
+        verdict = self._affordable(verdict, after, settings)
         attempt = Attempt(
             remedy=step.remedy,
             mode=step.mode,
             applicable=True,
             reason=verdict.reason,
-            change=_merged(changes),
+            change=_merged([k.change for k in applied]),
             verdict=verdict,
             kept=verdict.healthy,
         )
         self._note(attempt)
         if verdict.healthy:
-            self.kept += [Kept(remedy, change) for change in changes]
+            self.kept += applied
             if remedy.new_twin or self.reference is None:
                 self._remember_twin(after)
             return after, found
-        for change in reversed(changes):
-            remedy.undo(self.subject, change)
+        for last in reversed(applied):
+            remedy.undo(self.subject, last.change)
         self._same(before, f"after taking back {step.remedy}")
         return None
+
+    def _apply(self, remedy: Remedy[Any], mode: str, evidence: Evidence, settings: Any) -> Kept:
+        place = self.subject.place
+        return Kept(remedy, remedy.apply(self.subject, evidence, settings), mode, evidence, settings, place)
+
+    def _affordable(self, verdict: Verdict, after: Evidence, settings: Any) -> Verdict:
+        """Refuse islands that take more of the forward pass than the policy allows."""
+        most = getattr(settings, "max_share", None)
+        if not verdict.healthy or most is None or not self.subject.setting.islands:
+            return verdict
+        share = self._provide("fp32_share", after).fp32_share
+        self.fp32_share = share
+        if share is None or share <= most:
+            return verdict
+        return Verdict(healthy=False, reason=f"the islands take {share:.0%} of the forward's FLOPs, above {most:.0%}")
+
+    # ---------------------------------------------------------------- was it needed?
+
+    def prove_needed(self) -> None:
+        """Take each kept remedy back once, from the same snapshot, to see the fault return; what isn't needed goes.
+
+        A single remedy was proven by the very first probe: same state, same batches, without it.
+        """
+        if len(self.kept) == 1:
+            first = self.first.primary if self.first else None
+            self._needed(0, f"without it: {first.because}" if first else "")
+            return
+        for _ in range(min(self.policy.probe.necessity_probes, len(self.kept))):
+            index = next((i for i, k in enumerate(self.kept) if not k.change.needed), None)
+            if index is None:
+                return
+            everything = list(self.kept)
+            self._rebuild([k for i, k in enumerate(everything) if i != index])
+            evidence, found = self.look(new_twin=any(k.remedy.new_twin for k in self.kept))
+            verdict = judge(evidence, self.policy.limits)
+            name = everything[index].change
+            if found.primary is None and verdict.healthy:
+                text = f"{name.remedy} ({name.what}) is not needed: without it {verdict.reason}; it was taken back"
+                self.journal.write("note", Note(text=text))
+                continue
+            self._rebuild(everything)
+            why = found.primary.because if found.primary else verdict.reason
+            self._needed(index, f"without it: {why}")
+
+    def _needed(self, index: int, why: str) -> None:
+        kept = self.kept[index]
+        kept.change = kept.change.model_copy(update={"needed": why})
+        self.journal.write("note", Note(text=f"{kept.change.remedy} is needed; {why}"))
+
+    def _rebuild(self, wanted: list[Kept]) -> None:
+        """Take every kept remedy back and apply the wanted ones again, in their order."""
+        self.undo_all()
+        for kept in wanted:
+            self.subject.place = kept.place
+            again = self._apply(kept.remedy, kept.mode, kept.evidence, kept.settings)
+            again.change = again.change.model_copy(update={"needed": kept.change.needed})
+            self.kept.append(again)
 
     def _verdict(self, primary: Finding, after: Evidence, found: Diagnosis, seen: set[str]) -> Verdict:
         """Accepted: the fault is gone and the run is healthy, or only a fault of another kind is left to repair."""
@@ -351,7 +419,7 @@ class Runner:
                     return self._finish(
                         self._result(found),
                         verdict.reason,
-                        Price(legs=self.legs, steps=self.steps, seconds=spent, fit_seconds=seconds),
+                        self._price(spent, seconds),
                     )
                 start.restore(learn)
                 failed_at = leg.failure.step if leg.failure else len(leg.steps)
@@ -369,7 +437,7 @@ class Runner:
             differences = before.fingerprint.differences(fingerprint(learn))
             if differences:
                 raise RestoreError(f"the learner could not be put back: {', '.join(differences[:8])} differ")
-        price = Price(legs=self.legs, steps=self.steps, seconds=time.perf_counter() - started)
+        price = self._price(time.perf_counter() - started)
         return self._finish("unrepaired", why_not or "", price)
 
     def remediate(self) -> Outcome:
@@ -379,13 +447,32 @@ class Runner:
         before = Snapshot.capture(self.subject.learn)
         with self._giving_back(before):
             _, found, why_not = self.repair()
-            price = Price(legs=self.legs, steps=self.steps, seconds=time.perf_counter() - started)
+            price = self._price(time.perf_counter() - started)
             if why_not is None:
                 self.install()
                 return self._finish(self._result(found), "ready to be trained", price)
             self.undo_all()
             before.restore(self.subject.learn)
         return self._finish("unrepaired", why_not, price)
+
+    def _price(self, seconds: float, fit_seconds: float | None = None) -> Price:
+        legs: dict[str, Leg] = {}
+        if self.first_look is not None and self.first_look.main is not None:
+            legs[self.first_look.main.spec.precision] = self.first_look.main
+        if self.reference is not None:
+            legs["fp32"] = self.reference
+        last = self.last_look
+        if self.kept and last is not None and last.main is not None:
+            legs["repaired"] = last.main
+        return Price(
+            legs=self.legs,
+            steps=self.steps,
+            seconds=seconds,
+            fit_seconds=fit_seconds,
+            steps_per_second={n: round(len(g.steps) / g.seconds, 3) for n, g in legs.items() if g.steps and g.seconds},
+            peak_memory={n: g.peak_memory for n, g in legs.items() if g.peak_memory is not None},
+            fp32_share=self.fp32_share if self.subject.setting.islands else None,
+        )
 
     def _result(self, found: Diagnosis) -> Any:
         if self.kept:
@@ -466,7 +553,8 @@ class Runner:
 
 def _merged(changes: Sequence[Change]) -> Change:
     """One change for a remedy that was applied on top of itself."""
-    return changes[-1].model_copy(update={"before": changes[0].before})
+    needed = "; ".join(c.needed for c in changes if c.needed) or None
+    return changes[-1].model_copy(update={"before": changes[0].before, "needed": needed})
 
 
 class _Interrupted(BaseException):

@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import fastai.callback.schedule  # noqa: F401  # patches fit_one_cycle and the rest onto Learner
@@ -64,7 +65,7 @@ class FitPlan:
             close = difflib.get_close_matches(str(schedule), SCHEDULES, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise InputError(f"schedule is {schedule!r}; allowed are {', '.join(map(repr, SCHEDULES))}{hint}")
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 1:
             raise InputError(f"epochs is {epochs!r}; give the number of epochs to train, a whole number from 1 on")
         method, _ = SCHEDULES[schedule]
         allowed = set(inspect.signature(getattr(learn, method)).parameters)
@@ -79,7 +80,7 @@ class FitPlan:
                     f"{name!r} is no argument of autoprec or of Learner.{method}, which takes "
                     f"{', '.join(sorted(allowed))}{hint}"
                 )
-        return cls(schedule, epochs, _checked_lr(lr, schedule), 1.0, dict(kwargs))
+        return cls(schedule, int(epochs), _checked_lr(lr, schedule), 1.0, dict(kwargs))
 
     def scaled(self, factor: float) -> FitPlan:
         """The same plan with the learning rate times `factor` (discriminative rates keep their ratios)."""
@@ -132,4 +133,4 @@ def _checked_lr(lr: object, schedule: str) -> float | slice | None:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    return not isinstance(value, bool) and isinstance(value, Real) and 0 < float(value) < float("inf")

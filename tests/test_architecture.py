@@ -29,7 +29,7 @@ HEAVY = ("torch", "fastai", "optuna", "typer")
 PURE = ("evidence", "policy", "policy_yaml", "policy_words", "planner", "verify", "ledger", "errors", "outcome", "noun",
         "words", "diagnosis", "audit")  # fmt: skip
 PURE_TESTS = ("test_evidence.py", "test_ledger.py", "test_verify.py", "test_planner.py", "test_outcome.py",
-              "test_architecture.py", "diagnosis/test_rules.py")  # fmt: skip
+              "test_architecture.py", "diagnosis/test_rules.py", "diagnosis/test_finding.py")  # fmt: skip
 
 
 @cache
@@ -224,11 +224,11 @@ PUBLIC = {
     "read_audit", "run",
 }  # fmt: skip
 MODES = {
-    "autocast_dtype_error", "duplicate_precision_callbacks", "fails_in_fp32", "forward_overflow", "forward_underflow",
-    "gradient_explosion", "gradient_overflow", "gradient_spike", "gradient_underflow", "half_precision_weights",
-    "invalid_targets", "loss_overflow", "loss_underflow", "lr_divergence", "no_gradient", "nonfinite_data",
-    "nonfinite_parameters", "plateau", "poisoned_buffers", "precision_loss", "precision_unavailable", "scaler_misuse",
-    "skipped_steps", "unnormalized_inputs",
+    "autocast_dtype_error", "duplicate_precision_callbacks", "fails_in_fp32", "forward_overflow",
+    "forward_underflow", "gradient_explosion", "gradient_overflow", "gradient_spike", "gradient_underflow",
+    "half_precision_weights", "invalid_targets", "loss_overflow", "loss_underflow", "lr_divergence", "no_gradient",
+    "nonfinite_data", "nonfinite_metric", "nonfinite_parameters", "plateau", "poisoned_buffers", "precision_loss",
+    "precision_unavailable", "scaler_misuse", "skipped_steps", "unnormalized_inputs",
 }  # fmt: skip
 RUNGS = {
     "bf16", "carry_scale", "clip_gradients", "fp32", "init_scale", "keep_modules_fp32", "loss_fp32", "lower_lr",

@@ -21,7 +21,7 @@ REPAIRED = Outcome(
     result="repaired",
     precision="bf16",
     detail="404 of 404 steps taken",
-    diagnosis=Diagnosis(findings=(OVERFLOW, Finding(mode="plateau", because="worse", consequence_of="forward_overflow"))),
+    diagnosis=Diagnosis(findings=(OVERFLOW, Finding(mode="plateau", because="", consequence_of="forward_overflow"))),
     attempts=(
         Attempt(remedy="init_scale", mode="forward_overflow", applicable=False, reason="no scale helps"),
         Attempt(

@@ -35,7 +35,8 @@ def walked(p: Policy, known: Any = REMEDIES) -> list[tuple[str, dict[str, Any]]]
         pytest.param(["fp32", "bf16"], {}, [("fp32", {}), ("bf16", {})], id="in the policy's order"),
         pytest.param([], {}, [], id="empty"),
         pytest.param(
-            ["lower_lr"], {}, [("lower_lr", {"factors": (0.1,)}), ("lower_lr", {"factors": (0.01,)})], id="one per factor"
+            ["lower_lr"], {}, [("lower_lr", {"factors": (0.1,)}), ("lower_lr", {"factors": (0.01,)})],
+            id="one per factor",
         ),
         pytest.param(
             [{"lower_lr": {"factors": [0.5]}}, "fp32"], {}, [("lower_lr", {"factors": (0.5,)}), ("fp32", {})],
@@ -50,7 +51,7 @@ def walked(p: Policy, known: Any = REMEDIES) -> list[tuple[str, dict[str, Any]]]
             [{"bf16": {"native_only": True}}], {"bf16": {"native_only": False}}, [("bf16", {"native_only": True})],
             id="back to a default that the policy left",
         ),
-        pytest.param([{"bf16": {"native_only": True}}], {}, [("bf16", {})], id="what is stated already is no difference"),
+        pytest.param([{"bf16": {"native_only": True}}], {}, [("bf16", {})], id="stated twice is no difference"),
         pytest.param(["init_scale"], {}, [("init_scale", {})], id="no factors: as the evidence has it"),
         pytest.param(
             [{"init_scale": {"factors": [2.0, 0.5]}}], {},

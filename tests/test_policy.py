@@ -436,7 +436,7 @@ def test_without_extends_every_mode_is_needed(tmp_path):
     path = write(tmp_path, "ladders:\n  plateau: [bf16]\n")
     (fault,) = faults(path)
     assert fault == (
-        f"{path}:1: ladders: no ladder for nonfinite_data, unnormalized_inputs, invalid_targets and 20 more; "
+        f"{path}:1: ladders: no ladder for nonfinite_data, unnormalized_inputs, invalid_targets and 21 more; "
         "allowed: a ladder for every failure mode, or `extends: default` and only what differs"
     )
     (fault,) = faults({})

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RunStarted,
     )
     from autoprec.diagnosis.finding import Diagnosis, NotRun
-    from autoprec.evidence import Configuration, DataSample, Fidelity, ScaleSearch
+    from autoprec.evidence import Comparison, Configuration, DataSample, Drift, Fidelity, Headroom, Hidden, ScaleSearch
     from autoprec.outcome import Attempt, Change, Outcome, Price
 
 __all__ = ["Report", "fold"]
@@ -52,6 +52,10 @@ class Report:
         trials: per attempt (its index in `attempts`, or one more for one that was cut off), the probes it ran.
         scale_search: which loss scales give finite gradients.
         fidelity: gradients in 16 bits beside fp32.
+        headroom: room below float16's largest number, per module.
+        hidden: a non-finite value that was made and absorbed.
+        drift: where finite 16-bit values leave fp32's.
+        comparison: the main leg's losses beside the twin's.
         diagnosis: ranked findings of the run; None if it did not come to a diagnosis.
         attempts: remedies tried, in order.
         trying: the remedy that was being tried when the file ended.
@@ -78,6 +82,10 @@ class Report:
     trials: dict[int, list[LegFinished]] = field(default_factory=dict)
     scale_search: ScaleSearch | None = None
     fidelity: Fidelity | None = None
+    headroom: Headroom | None = None
+    hidden: Hidden | None = None
+    drift: Drift | None = None
+    comparison: Comparison | None = None
     diagnosis: Diagnosis | None = None
     attempts: list[Attempt] = field(default_factory=list)
     trying: AttemptStarted | None = None
@@ -170,6 +178,26 @@ def _fidelity(report: Report, body: Fidelity) -> None:
         report.fidelity = body
 
 
+def _headroom(report: Report, body: Headroom) -> None:
+    if report.trying is None:
+        report.headroom = body
+
+
+def _hidden(report: Report, body: Hidden) -> None:
+    if report.trying is None:
+        report.hidden = body
+
+
+def _drift(report: Report, body: Drift) -> None:
+    if report.trying is None:
+        report.drift = body
+
+
+def _comparison(report: Report, body: Comparison) -> None:
+    if report.trying is None:
+        report.comparison = body
+
+
 def _diagnosed(report: Report, body: Diagnosis) -> None:
     # The first is the run as it came; later ones look at what a remedy left over.
     if report.diagnosis is None:
@@ -216,6 +244,10 @@ _STEPS: MappingProxyType[str, Callable[[Report, Any], None]] = MappingProxyType(
         "leg_finished": _leg_finished,
         "scale_search": _scale_search,
         "fidelity": _fidelity,
+        "headroom": _headroom,
+        "hidden": _hidden,
+        "drift": _drift,
+        "comparison": _comparison,
         "diagnosed": _diagnosed,
         "attempt_started": _attempt_started,
         "attempt_finished": _attempt_finished,

@@ -31,14 +31,14 @@ def diagnose(evidence: Evidence, limits: Limits, rules: Sequence[Rule] = RULES) 
     for rule in rules:
         if not rule.relevant(evidence, limits):
             continue
+        first = next((f.mode for f in findings if not f.advisory), None)
         lacking = rule.missing(evidence, limits)
         if lacking:
-            found = f"not needed: {findings[0].mode} was found first" if findings else None
-            not_run.append(NotRun(mode=rule.mode, why=found or f"no evidence: {', '.join(lacking)}"))
+            why = f"not needed: {first} was found first" if first else f"no evidence: {', '.join(lacking)}"
+            not_run.append(NotRun(mode=rule.mode, why=why))
             continue
         finding = rule.check(evidence, limits)
         if finding is not None:
-            first = findings[0].mode if findings else None
             findings.append(
                 finding if first is None or finding.advisory else finding.model_copy(update={"consequence_of": first})
             )

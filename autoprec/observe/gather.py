@@ -15,6 +15,7 @@ from autoprec.audit.events import LegFinished
 from autoprec.diagnosis.fp32 import CLIP, LOWER_LR
 from autoprec.evidence import DataSample, Evidence, Leg, LegSpec, Precision
 from autoprec.observe.configuration import read_configuration
+from autoprec.observe.cost import fp32_share
 from autoprec.observe.data import DataCollector
 from autoprec.observe.drift import find_drift
 from autoprec.observe.gradients import Batch, fidelity, find_hidden, measure_headroom, replay_of, search_scale
@@ -86,6 +87,7 @@ class Gatherer:
             "hidden": self._hidden,
             "drift": self._drift,
             "headroom": self._headroom,
+            "fp32_share": self._fp32_share,
             "comparison": self._comparison,
         }
         return provider[need](evidence)
@@ -187,6 +189,16 @@ class Gatherer:
             found = measure_headroom(self.subject.learn, self.batches[0], self._last_scale(evidence))
         self.journal.write("headroom", found)
         return evidence.model_copy(update={"headroom": found})
+
+    def _fp32_share(self, evidence: Evidence) -> Evidence:
+        if not self.batches:
+            return evidence
+        with ExitStack() as stack:
+            self._measuring(stack)
+            setting = self.subject.setting
+            replay = replay_of(self.subject.learn, self.batches[0], loss_fp32=setting.loss_fp32)
+            found = fp32_share(replay, setting.precision)
+        return evidence.model_copy(update={"fp32_share": found})
 
     def _drift(self, evidence: Evidence) -> Evidence:
         precision, learn = self.subject.setting.precision, self.subject.learn

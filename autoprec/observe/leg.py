@@ -91,6 +91,7 @@ class LegRun:
     loss: float = math.nan
     bad_prediction: bool = False
     untraced: str | None = None
+    tracing: float = 0.0
     loss_fp32: bool = False
     inner_fit: int = -1
     done: int = 0
@@ -108,10 +109,12 @@ class LegRun:
     def trace(self, *, scale: float | None = None) -> None:
         """Find the origin in the batch at hand."""
         if self.origins and self.origin is None and self.replay is not None:
+            started = time.perf_counter()
             try:
                 self.origin = trace(self.replay, self.spec.precision, scale=scale)
             except Exception as e:  # noqa: BLE001  # a model that cannot be run again must not hide its own failure
                 self.untraced = f"{type(e).__name__}: {e}"
+            self.tracing += time.perf_counter() - started
 
 
 class _Ends(Callback):
@@ -321,7 +324,7 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
         poisoned_buffers=run.poisoned,
         misuses=tuple(run.misuses),
         param_change=_change(weights, moved),
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - started - run.tracing,
         peak_memory=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
     )
 

@@ -10,14 +10,20 @@ from sample_runs import BF16, INIT_SCALE, OVERFLOW, SIDE, beginning, events, fai
 from autoprec.audit.events import EVENTS, AttemptStarted, Failed, FitFinished, FitStarted, LegFinished, Note
 from autoprec.diagnosis.finding import Diagnosis, NotRun
 from autoprec.evidence import (
+    Comparison,
     Configuration,
     DataSample,
+    Drift,
     Failure,
     Feature,
     Fidelity,
+    Headroom,
+    Hidden,
     Leg,
     LegSpec,
+    ModuleHeadroom,
     ParameterFidelity,
+    Place,
     ScaleSearch,
 )
 from autoprec.logs import _LINES, disable_logging, enable_logging, line, say
@@ -88,6 +94,18 @@ LINES: list[tuple[str, Noun, str | None]] = [
         GRADIENTS,
         "gradients: loss 1.5 beside 1.25 in fp32; 12.3 % of head.weight flushed to zero at scale 2^10",
     ),
+    (
+        "headroom",
+        Headroom(scale=1.0, modules=(ModuleHeadroom(name="body.0", forward=-1.5, backward=3.0),)),
+        "headroom: body.0 is -1.5 doublings below float16's largest number",
+    ),
+    ("hidden", Hidden(batches=2), None),
+    (
+        "drift",
+        Drift(op="aten.mm", place=Place(file="a.py", line=3), error=0.5, largest=0.5, ops_compared=4),
+        "drift: aten.mm misses 50 % of its variation at a.py:3",
+    ),
+    ("comparison", Comparison(excess=0.25, spread=0.01), "beside the fp32 twin: training loss +25.0%, noise 1 %"),
     ("diagnosed", Diagnosis(), "found nothing wrong"),
     ("diagnosed", Diagnosis(not_run=(NotRun(mode="a", why="b"),)), "found nothing wrong (1 check could not run)"),
     (

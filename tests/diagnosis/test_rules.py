@@ -2,11 +2,13 @@
 
 A row changes a few words of `healthy.yaml`. `fires`: the rule finds its mode and says why. `quiet`: a look-alike, with
 everything gathered, which another rule (`instead`) finds or none does; `consequence: true` where the mode is found
-too, as what follows from the other. `inconclusive`: without some evidence it says what it lacks, or (`needless`) which earlier finding made that needless.
+too, as what follows from the other. `inconclusive`: without some evidence it says what it lacks, or (`needless`) which
+earlier finding made that needless.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ RANKING: list[dict[str, Any]] = yaml.safe_load((HERE / "ranking.yaml").read_text
 BY_MODE = {rule.mode: rule for rule in RULES}
 KEYS = {
     "fires": {"what", "evidence", "limits", "because", "where", "op", "suggestion", "ruled_out", "repairable",
-              "confidence", "numbers"},
+              "confidence", "numbers", "advisory"},
     "quiet": {"what", "evidence", "limits", "instead", "consequence"},
     "inconclusive": {"what", "evidence", "limits", "without", "lacks", "needless"},
 }  # fmt: skip
@@ -71,8 +73,10 @@ def rows(kind: str) -> list[Any]:
 @pytest.mark.parametrize(("mode", "row"), rows("fires"))
 def test_fires(mode: str, row: dict[str, Any]) -> None:
     diagnosis = answer(row)
-    finding = diagnosis.primary
+    advisory = row.get("advisory", False)
+    finding = found(diagnosis, mode) if advisory else diagnosis.primary
     assert finding is not None, "nothing was found"
+    assert finding.advisory is advisory
     assert finding.mode == mode, f"instead: {finding.because}"
     assert finding.consequence_of is None
     for fragment in row["because"]:
@@ -105,10 +109,9 @@ def test_a_fault_is_never_taken_for_health_where_evidence_is_missing(mode: str, 
     whole = seen(row)
     limits = Limits(**row.get("limits", {}))
     rule = BY_MODE[mode]
+    twin = "leg:main" if whole.configuration.requested == "fp32" else "leg:fp32"
     for need in {*rule.needs, *rule.more(whole, limits)} - {"configuration"}:
-        if need == "leg:fp32" and whole.configuration.requested == "fp32":
-            need = "leg:main"
-        diagnosis = diagnose(lacking(whole, [need]), limits)
+        diagnosis = diagnose(lacking(whole, [twin if need == "leg:fp32" else need]), limits)
         assert found(diagnosis, mode) is None, f"found without {need}, which the rule says it needs"
         assert diagnosis.findings or diagnosis.not_run, f"healthy without {need}"
 
@@ -164,6 +167,20 @@ def test_rules_are_asked_in_the_order_given() -> None:
     for rules in (pair, pair[::-1]):
         diagnosis = diagnose(seen(row), Limits(), rules)
         assert [f.mode for f in diagnosis.findings] == [rule.mode for rule in rules]
+
+
+def test_advice_is_no_cause() -> None:
+    words = {
+        "legs": {"main": {"metrics": {"dice": math.nan}}, "fp32": {"metrics": {"dice": 0.5}}},
+        "comparison": {"excess": 0.5},
+    }
+    advice = BY_MODE["nonfinite_metric"]
+    behind = diagnose(seen({"evidence": words}), Limits(), [advice, BY_MODE["plateau"]])
+    assert [(f.mode, f.consequence_of) for f in behind.findings] == [("nonfinite_metric", None), ("plateau", None)]
+    assert behind.primary is behind.findings[1]
+    gap = diagnose(seen({"evidence": words, "without": ["comparison"]}), Limits(), [advice, BY_MODE["plateau"]])
+    assert gap.primary is None
+    assert [check.why for check in gap.not_run] == ["no evidence: comparison"]
 
 
 # ---- the tables themselves ----

@@ -26,8 +26,8 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     first = bad[0]
     return Finding(
         mode=RULE.mode,
-        because=f"the metric {first} is {main.metrics[first]:g} in {main.spec.precision} and {twin.metrics[first]:.4g} in "
-        f"fp32{f'; so are {len(bad) - 1} more' if len(bad) > 1 else ''}; the losses are finite",
+        because=f"the metric {first} is {main.metrics[first]:g} in {main.spec.precision} and {twin.metrics[first]:.4g} "
+        f"in fp32{f'; so are {len(bad) - 1} more' if len(bad) > 1 else ''}; the losses are finite",
         ruled_out=("the training: every loss, weight and validation loss is finite",),
         suggestion="compute the metric in fp32: pred.float()",
         evidence={"metric": first, "fp32": twin.metrics[first]},
