@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from autoprec.diagnosis.rules import RULES
 from autoprec.errors import InputError, UnrepairedError
 from autoprec.policy import Policy, load_policy
 
 if TYPE_CHECKING:
     from fastai.learner import Learner
 
-    from autoprec.diagnosis.finding import Diagnosis
+    from autoprec.diagnosis.finding import Diagnosis, Rule
     from autoprec.evidence import Evidence
     from autoprec.outcome import Outcome
-    from autoprec.remedies import Subject
+    from autoprec.precision import Setting
+    from autoprec.remedies import Remedy, Subject
     from autoprec.runner import Runner
 
 __all__ = ["diagnose", "examine", "fit_safely", "remediate", "run"]
@@ -36,6 +38,8 @@ def fit_safely(
     emulate_cuda: bool = False,
     on_failure: Literal["raise", "return"] = "raise",
     seed: int | None = None,
+    extra_rules: Sequence[Rule] = (),
+    extra_remedies: Sequence[Remedy[Any]] = (),
     **fit_kwargs: Any,
 ) -> Learner:
     """Probe, repair if needed, train, and return the learner; `learn.autoprec` is the outcome.
@@ -52,6 +56,8 @@ def fit_safely(
         on_failure: what to do when nothing allowed makes the run healthy: "raise" an UnrepairedError, or "return"
             the learner as it was before the call.
         seed: seeds python, numpy and torch before anything is run; None leaves the generators as they are.
+        extra_rules: rules of your own, asked before autoprec's.
+        extra_remedies: remedies of your own, tried before the policy's ladder for the modes in their `for_modes`.
         **fit_kwargs: passed on to fastai's fit method (wd, cbs, pct_start, …).
 
     Returns:
@@ -74,6 +80,8 @@ def fit_safely(
         audit=audit,
         emulate_cuda=emulate_cuda,
         seed=seed,
+        extra_rules=extra_rules,
+        extra_remedies=extra_remedies,
         **fit_kwargs,
     )
     if outcome.result == "unrepaired" and on_failure == "raise":
@@ -91,6 +99,8 @@ def run(
     audit: str | os.PathLike[str] | None = None,
     emulate_cuda: bool = False,
     seed: int | None = None,
+    extra_rules: Sequence[Rule] = (),
+    extra_remedies: Sequence[Remedy[Any]] = (),
     **fit_kwargs: Any,
 ) -> Outcome:
     """Do what `fit_safely` does, and return the Outcome ("healthy", "repaired", "unrepaired", "inconclusive").
@@ -107,6 +117,8 @@ def run(
         audit=audit,
         emulate_cuda=emulate_cuda,
         seed=seed,
+        extra_rules=extra_rules,
+        extra_remedies=extra_remedies,
         **fit_kwargs,
     )
 
@@ -127,6 +139,8 @@ def _whole(
     audit: str | os.PathLike[str] | None = None,
     emulate_cuda: bool = False,
     seed: int | None = None,
+    extra_rules: Sequence[Rule] = (),
+    extra_remedies: Sequence[Remedy[Any]] = (),
     **fit_kwargs: Any,
 ) -> Outcome:
     from autoprec.audit.journal import Journal, new_run_id
@@ -137,8 +151,8 @@ def _whole(
     run_id = new_run_id()
     path = Path(audit) if audit is not None else Path(learn.path) / "autoprec" / f"{run_id}.jsonl"
     with Journal(path, run_id) as journal, _Seeded(seed), _added(learn, cbs):
-        outcome = work(Runner(subject, chosen, journal))
-    remember(learn, outcome)
+        outcome = work(Runner(subject, chosen, journal, (*extra_rules, *RULES), extra_remedies))
+    remember(learn, outcome, subject.setting)
     return outcome
 
 
@@ -152,6 +166,7 @@ def diagnose(
     audit: str | os.PathLike[str] | None = None,
     emulate_cuda: bool = False,
     seed: int | None = None,
+    extra_rules: Sequence[Rule] = (),
     **fit_kwargs: Any,
 ) -> Diagnosis:
     """Probe the planned fit and say what is wrong; changes nothing.
@@ -170,6 +185,7 @@ def diagnose(
         audit=audit,
         emulate_cuda=emulate_cuda,
         seed=seed,
+        extra_rules=extra_rules,
         **fit_kwargs,
     )[1]
 
@@ -184,6 +200,7 @@ def examine(
     audit: str | os.PathLike[str] | None = None,
     emulate_cuda: bool = False,
     seed: int | None = None,
+    extra_rules: Sequence[Rule] = (),
     **fit_kwargs: Any,
 ) -> tuple[Evidence, Diagnosis]:
     """What `diagnose` does, returning the evidence too."""
@@ -195,7 +212,7 @@ def examine(
     subject, cbs = _subject(learn, epochs, lr, schedule, chosen, emulate_cuda, seed, fit_kwargs)
     journal = Journal(os.devnull if audit is None else audit, new_run_id())
     with journal, preserved(learn), _Seeded(seed), _added(learn, cbs):
-        return Runner(subject, chosen, journal).look()
+        return Runner(subject, chosen, journal, (*extra_rules, *RULES)).look()
 
 
 def _subject(
@@ -229,6 +246,9 @@ def _subject(
     cbs = kwargs.pop("cbs", None)
     plan = FitPlan.checked(learn, epochs, lr, schedule, kwargs)
     _, setting = carried(learn)
+    if setting is None:
+        # A repaired learner comes back without a precision callback; its next fit goes on where that one was.
+        setting = _remembered(learn)
     if setting is None:
         can = availability(device_type(learn), emulate_cuda=emulate_cuda)
         usable = {"fp16": can.fp16, "bf16": can.bf16_native, "fp32": True}
@@ -309,14 +329,21 @@ class _added:  # noqa: N801  # reads like fastai's added_cbs, which it wraps
 
 
 _outcomes: weakref.WeakKeyDictionary[Any, Outcome] = weakref.WeakKeyDictionary()
+_settings: weakref.WeakKeyDictionary[Any, tuple[Setting, str]] = weakref.WeakKeyDictionary()
 
 
-def remember(learn: Learner, outcome: Outcome) -> None:
-    """Make `learn.autoprec` the outcome; nothing is put into the learner itself, which must export cleanly."""
+def remember(learn: Learner, outcome: Outcome, setting: Setting) -> None:
+    """Make `learn.autoprec` the outcome, and keep what fastai's own callback cannot hold for the next fit.
+
+    Nothing is put into the learner itself, which must export cleanly.
+    """
     from fastai.learner import Learner
 
     # Without the learner: the map's value would keep its own key alive.
     _outcomes[learn] = outcome.model_copy().with_learner(None)
+    _settings.pop(learn, None)
+    if outcome.result != "unrepaired" and not setting.stock:
+        _settings[learn] = (setting, _shape(learn.model))
     if not isinstance(getattr(Learner, "autoprec", None), property):
         Learner.autoprec = property(_recall)
 
@@ -325,3 +352,14 @@ def _recall(learn: Learner) -> Outcome | None:
     """The outcome of the last autoprec run on this learner; None if there was none."""
     found = _outcomes.get(learn)
     return None if found is None else found.model_copy().with_learner(learn)
+
+
+def _remembered(learn: Learner) -> Setting | None:
+    """The 16-bit setting with islands in which the learner was last trained, if its model is still built the same."""
+    setting, shape = _settings.get(learn, (None, ""))
+    return setting if setting is not None and shape == _shape(learn.model) else None
+
+
+def _shape(model: Any) -> str:
+    modules = [(n, type(m).__name__) for n, m in model.named_modules()]
+    return repr((modules, [(n, tuple(p.shape)) for n, p in model.named_parameters()]))

@@ -6,7 +6,8 @@ its first rung; a rung with several settings (`lower_lr: {factors: [0.1, 0.01]}`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from autoprec.noun import Noun
@@ -29,12 +30,24 @@ class PlannedAttempt(Noun):
 
     def resolve(self, policy: Policy) -> RemedySettings:
         """The full settings."""
-        base: RemedySettings = getattr(policy.remedies, self.remedy)
+        base: RemedySettings = getattr(policy.remedies, self.remedy, RemedySettings())
         return type(base).model_validate({**base.model_dump(), **self.settings})
 
 
-def attempts(mode: str, policy: Policy, known: Collection[str]) -> Iterator[PlannedAttempt]:
-    """All attempts of a mode's ladder, in order: allowed remedies that exist (`known`), one per setting."""
+def attempts(
+    mode: str, policy: Policy, known: Collection[str], extra: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> Iterator[PlannedAttempt]:
+    """All attempts for a mode, in order.
+
+    Args:
+        mode: failure mode.
+        policy: its ladder gives the order; what it does not allow is left out.
+        known: names of the remedies that there are.
+        extra: remedies from outside the policy, and the modes that each is for; they come first.
+    """
+    for name, modes in extra.items():
+        if mode in modes:
+            yield PlannedAttempt(remedy=name, mode=mode, settings={})
     for rung in policy.ladder(mode).rungs:
         base: RemedySettings = getattr(policy.remedies, rung.remedy)
         settings = policy.settings(rung)
@@ -46,7 +59,11 @@ def attempts(mode: str, policy: Policy, known: Collection[str]) -> Iterator[Plan
 
 
 def next_attempt(
-    finding: Finding, policy: Policy, tried: Collection[PlannedAttempt], known: Collection[str]
+    finding: Finding,
+    policy: Policy,
+    tried: Collection[PlannedAttempt],
+    known: Collection[str],
+    extra: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> PlannedAttempt | None:
     """The first attempt of the finding's ladder that was not tried; None if there is none left."""
-    return next((a for a in attempts(finding.mode, policy, known) if a not in tried), None)
+    return next((a for a in attempts(finding.mode, policy, known, extra) if a not in tried), None)

@@ -64,12 +64,14 @@ class Runner:
         policy: what is allowed.
         journal: where everything is written down.
         rules: the rules, in causal order.
+        extra_remedies: remedies from outside, each for its own `for_modes`.
     """
 
     subject: Subject
     policy: Policy
     journal: Journal
     rules: Sequence[Rule] = RULES
+    extra_remedies: Sequence[Remedy[Any]] = ()
     kept: list[Kept] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class Runner:
             seen.add(primary.mode)
             if not primary.repairable:
                 return evidence, found, f"no setting can cure {primary.mode}"
-            step = next_attempt(primary, self.policy, tried, REMEDIES)
+            step = next_attempt(primary, self.policy, tried, self.remedies, self._extra)
             if step is None or len(self.attempts) >= self.policy.max_attempts:
                 return evidence, found, self._why_stopped(primary, step)
             tried.append(step)
@@ -167,6 +169,15 @@ class Runner:
         if not verdict.healthy and evidence.main is not None:
             return evidence, found, f"no rule explains it, but the probe is not healthy: {verdict.reason}"
         return evidence, found, None
+
+    @property
+    def remedies(self) -> dict[str, Remedy[Any]]:
+        """The registry, and what came from outside."""
+        return REMEDIES | {r.name: r for r in self.extra_remedies}
+
+    @property
+    def _extra(self) -> dict[str, tuple[str, ...]]:
+        return {r.name: r.for_modes for r in self.extra_remedies}
 
     def _why_stopped(self, primary: Finding, step: PlannedAttempt | None) -> str:
         ladder = self.policy.ladder(primary.mode)
@@ -192,7 +203,7 @@ class Runner:
         self, step: PlannedAttempt, primary: Finding, evidence: Evidence, seen: set[str]
     ) -> tuple[Evidence, Diagnosis] | None:
         """Try one remedy; the new evidence and diagnosis if it is kept, None if it was taken back."""
-        remedy, settings = REMEDIES[step.remedy], step.resolve(self.policy)
+        remedy, settings = self.remedies[step.remedy], step.resolve(self.policy)
         self.journal.write(
             "attempt_started", AttemptStarted(mode=step.mode, remedy=step.remedy, parameters=step.settings)
         )

@@ -186,7 +186,7 @@ class FeedForward(nn.Module):
 
 def feed_forward(*, first: int = 12, batches: int = 40) -> Learner:
     x, y = rows(batches * BS + 32, 16, 4)
-    x[first * BS :: 8] *= 1000  # an outlier in every batch from `first` on
+    x[first * BS : -32 : 8] *= 1000  # an outlier in every training batch from `first` on
     return quiet(loaders(x, y), FeedForward())
 
 
@@ -447,7 +447,7 @@ KINDS: dict[str, Kind] = {
         static_scale, "gradient_underflow", "repaired", lr=2e-6, below=2e-9, remedies=("init_scale",),
         scaler={"init_scale": 1.0, "growth_interval": 1_000_000_000},
     ),  # fmt: skip
-    "offset": Kind(offset, "precision_loss", "repaired", below=0.6, remedies=("keep_modules_fp32",)),
+    "offset": Kind(offset, "precision_loss", "repaired", below=0.3, remedies=("keep_modules_fp32",)),
     "raw_inputs": Kind(raw_inputs, "unnormalized_inputs", "repaired", below=0.8, remedies=("normalize_inputs",)),
     "half_model": Kind(half_model, "half_precision_weights", "repaired", below=1.0, remedies=("master_weights",)),
     "two_callbacks": Kind(

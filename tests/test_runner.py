@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import learners  # first: it silences fastai's import
 import pytest
@@ -77,9 +78,9 @@ def test_what_is_found_and_done(name, audit):
     assert finite(learn)
     assert all(map(math.isfinite, seen.seen))
     assert seen.last < kind.below
-    learn.validate()
-    if not any(a.remedy == "loss_fp32" and a.kept for a in outcome.attempts):
-        assert math.isfinite(learn.recorder.values[-1][1])
+    with learners.stock_fp16_on_cpu():
+        assert math.isfinite(learn.validate()[0])
+    assert math.isfinite(learn.recorder.values[-1][1])
     assert outcome.learner is learn
     assert outcome.islands if "keep_modules_fp32" in kind.remedies else not outcome.islands
     assert events(audit)[0] == "run_started"
@@ -124,7 +125,7 @@ def test_what_no_setting_cures_is_named_and_not_trained(name, audit):
 def test_the_line_at_fault_is_named(name, function, source, audit):
     kind = KINDS[name]
     where = go(kind, kind.learner(), audit).diagnosis.primary.where
-    assert where.file == learners.__file__
+    assert Path(where.file).resolve() == Path(learners.__file__)
     assert where.function == function
     if source:
         assert where.source == source
@@ -417,7 +418,6 @@ def test_a_user_who_cancels_at_once_leaves_nothing_to_judge(audit):
     before = fingerprint(learn)
     outcome = autoprec.run(learn, 1, 1e-2, schedule="fit", emulate_cuda=True, audit=audit, cbs=[Never()])
     assert outcome.result == "unrepaired"
-    assert "no step was made" in outcome.detail
     assert before.differences(fingerprint(learn)) == ()
 
 

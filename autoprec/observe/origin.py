@@ -2,9 +2,10 @@
 
 The failing batch is run once more from the state before it (weights have not moved yet; buffers and random
 generators are put back) under a dispatch mode that looks at what every op returns. The first op that gets
-finite values and returns a non-finite one is a *candidate*. An attention mask of -inf is one too, and is
-meant: so the same batch runs in fp32, and the origin is the first candidate that is finite there. A fault
-that fp32 shares has no such candidate; then it is the first that is not a plain fill with infinity.
+finite values and returns a non-finite one is a *candidate*, and so is one that makes NaN of infinities. An
+attention mask of -inf is a candidate too, and is meant: so the same batch runs in fp32, and the origin is the
+first candidate that is finite there. A fault that fp32 shares has no such candidate; then it is the first that
+is not a plain fill with infinity.
 
 Costs one instrumented step per precision, when something has already failed; nothing before.
 
@@ -17,18 +18,21 @@ from __future__ import annotations
 import linecache
 import math
 import os
+import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import fastai
 import fastcore
+import numpy as np
 import torch
 from fastai.callback.fp16 import MixedPrecision
 from torch import Tensor, nn
@@ -51,13 +55,17 @@ _LIBRARIES = tuple(
 # They return what they are given, or memory that nobody has written yet.
 _NOT_MAKERS = re.compile(r"aten\.(empty|new_empty|resize|set_|_efficientzerotensor)")
 _FILLS = re.compile(
-    r"aten\.(masked_fill|fill|full|new_full|where|scalar_tensor|full_like|lift_fresh|scatter|index_put)"
+    r"aten\.(masked_fill|fill|full|new_full|where|scalar_tensor|full_like|lift_fresh|scatter|index_put|index_fill|"
+    r"constant_pad_nd)"
 )
 _CASTS = re.compile(
     r"aten\.(_to_copy|to|copy_|clone|detach|t|view|_unsafe_view|reshape|expand|permute|transpose|"
     r"unsqueeze|squeeze|alias|as_strided|slice|select)\b"
 )
-_DIVISIONS = {"aten.div", "aten.div_", "aten.true_divide", "aten.reciprocal", "aten.native_div"}
+# They write without reading what was there.
+_OVERWRITES = re.compile(r"aten\.(copy_|fill_|zero_|uniform_|normal_|bernoulli_|random_|exponential_)$")
+_DIVISIONS = {"aten.div", "aten.div_", "aten.true_divide"}
+_MOST_CANDIDATES = 64
 
 
 @dataclass
@@ -67,7 +75,7 @@ class Replay:
     Attributes:
         learn: the learner, inside its fit.
         xb, yb: the batch as the model and the loss got it.
-        generators: torch's generator states before the forward pass.
+        generators: states of torch's (CPU, CUDA), python's and numpy's generators before the forward pass.
         buffers: copies of the model's buffers before the forward pass.
         loss_fp32: the loss runs outside autocast.
     """
@@ -75,7 +83,7 @@ class Replay:
     learn: Learner
     xb: tuple[Any, ...]
     yb: tuple[Any, ...]
-    generators: tuple[Tensor, list[Tensor]]
+    generators: tuple[Tensor, list[Tensor], Any, Any]
     buffers: dict[str, Tensor]
     loss_fp32: bool = False
 
@@ -84,7 +92,8 @@ class Replay:
         """Keep what the coming forward pass will change; cheap (buffers and generator states)."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         buffers = {n: b.detach().clone() for n, b in learn.model.named_buffers()}
-        return cls(learn, tuple(learn.xb), tuple(learn.yb), (torch.get_rng_state(), cuda), buffers, loss_fp32)
+        generators = (torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+        return cls(learn, tuple(learn.xb), tuple(learn.yb), generators, buffers, loss_fp32)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -102,6 +111,8 @@ class Replay:
         torch.set_rng_state(self.generators[0])
         if self.generators[1]:
             torch.cuda.set_rng_state_all(self.generators[1])
+        random.setstate(self.generators[2])
+        np.random.set_state(self.generators[3])
         with torch.no_grad():
             for name, buffer in self.learn.model.named_buffers():
                 if name in self.buffers:
@@ -114,7 +125,9 @@ class Replay:
         for cb in learn.cbs.sorted("order"):
             if not isinstance(cb, MixedPrecision) and not type(cb).__module__.startswith("autoprec."):
                 cb("after_pred")
-        learn.pred = _to_float(learn.pred)
+        # As MixedPrecision does. Without it nothing is cast, nor is an output object turned into a plain dictionary.
+        if torch.is_autocast_enabled(self._device()):
+            learn.pred = _to_float(learn.pred)
         return learn.pred
 
     def loss(self, pred: Any) -> Tensor:
@@ -128,15 +141,19 @@ class Replay:
 
     def precision(self, precision: Precision) -> torch.autocast:
         """Autocast for the replay, off for fp32."""
-        device = next(self.learn.model.parameters()).device.type
         on = precision != "fp32"
-        return torch.autocast(device, dtype=DTYPES[precision] if on else None, enabled=on)
+        return torch.autocast(self._device(), dtype=DTYPES[precision] if on else None, enabled=on)
+
+    def _device(self) -> str:
+        device: torch.device = next(self.learn.model.parameters()).device
+        return device.type
 
 
 def _to_float(value: Any) -> Any:
     from fastai.torch_core import to_float
 
-    return to_float(value)
+    plain = is_dataclass(value) and not isinstance(value, Mapping)  # fastai knows no such output
+    return value if plain else to_float(value)
 
 
 @dataclass
@@ -150,6 +167,7 @@ class _Seen:
     args: Any = None
     out: Any = None
     fills: bool = False
+    half: str | None = None
     sizes: Operation | None = None
 
     def measured(self) -> _Seen:
@@ -157,6 +175,10 @@ class _Seen:
         self.sizes = self.operation()
         self.args = self.out = None
         return self
+
+    def copy(self) -> _Seen:
+        """Another record of the same op, so that the tensors of one can be let go."""
+        return replace(self)
 
     def without_tensors(self) -> _Seen:
         """Key, place and op alone."""
@@ -169,12 +191,16 @@ class _Seen:
         critical = floating(self.args[0][1:2]) if self.op in _DIVISIONS else ins
         return Operation(
             op=self.op,
-            inputs=tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in ins),
+            inputs=tuple(f"{self._dtype(t)}{list(t.shape)}" for t in ins),
             input_max=max((float(f.max()) for f in map(_finite_sizes, ins) if f.numel()), default=None),
             input_min=min((float(f[f > 0].min()) for f in map(_finite_sizes, critical) if (f > 0).any()), default=None),
             input_zeros=sum(int((t == 0).sum()) for t in critical),
             output_max=_peak(self.out),
         )
+
+    def _dtype(self, t: Tensor) -> str:
+        # Emulated half arithmetic computes in fp32 on operands that were rounded to half: to the user they are half.
+        return self.half if self.half and t.dtype == torch.float32 else str(t.dtype).removeprefix("torch.")
 
 
 def _finite_sizes(t: Tensor) -> Tensor:
@@ -192,14 +218,14 @@ def _peak(out: Any) -> float | None:
 
 @dataclass
 class _Watcher(TorchDispatchMode):
-    """Looks at each op's result. `wanted` asks for the sizes at one key instead of looking for trouble."""
+    """Looks at each op's result. `wanted` asks for the sizes at these keys instead of looking for trouble."""
 
     names: dict[int, str]
     classes: dict[int, str]
-    wanted: tuple[Any, ...] | None = None
+    wanted: frozenset[Any] | None = None
     note: Callable[[_Seen, Any], None] | None = None
     candidates: list[_Seen] = field(default_factory=list)
-    found: _Seen | None = None
+    found: dict[Any, _Seen] = field(default_factory=dict)
     watched: int = 0
     phase: Literal["forward", "loss", "backward"] = "forward"
     stack: list[int] = field(default_factory=list)
@@ -211,38 +237,32 @@ class _Watcher(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = f"aten.{func._overloadpacket.__name__}"
+        read = _inputs(name, func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         self.watched += 1
-        name = f"aten.{func._overloadpacket.__name__}"
         if _NOT_MAKERS.match(name):
             return out
-        seen = self._seen(name, (args, kwargs or {}), out)
+        seen = self._seen(name, read, out)
         if self.note is not None:
             self.note(seen, out)
         elif self.wanted is not None:
-            if seen.key == self.wanted and self.found is None:
-                self.found = _Seen(seen.key, seen.phase, seen.place, seen.op, seen.args, seen.out).measured()
-        elif len(self.candidates) < 64:
-            made = floating(out)
-            # An op in place has already overwritten its input: what it wrote is not what it read.
-            read = [t for t in floating(seen.args) if all(t.data_ptr() != o.data_ptr() for o in made)]
-            bad = made and not all(bool(torch.isfinite(t).all()) for t in made)
-            if bad and all(bool(torch.isfinite(t).all()) for t in read):
-                fills = bool(_FILLS.match(seen.op))
-                self.candidates.append(
-                    _Seen(seen.key, seen.phase, seen.place, seen.op, seen.args, out, fills).measured()
-                )
+            if seen.key in self.wanted and seen.key not in self.found:
+                self.found[seen.key] = seen.copy().measured()
+        elif len(self.candidates) < _MOST_CANDIDATES and _makes(floating(seen.args), floating(out)):
+            seen.fills = bool(_FILLS.match(seen.op))
+            self.candidates.append(seen.copy().measured())
         return out
 
     def _seen(self, name: str, args: Any, out: Any) -> _Seen:
         place, is_cast = self._place(), bool(_CASTS.match(name))
-        op = name
+        op, called = name, emulation.current_op() if self.phase != "backward" else None
         if is_cast and self.last_compute is not None and self.last_compute.place == place:
             # Emulated half arithmetic computes in fp32 and rounds: what overflows in the rounding is the op before.
             before = self.last_compute
-            if self.phase == "backward" or emulation.current_op() is not None:
-                return _Seen(before.key, self.phase, place, before.op, before.args, out)
-        if is_cast and self.phase != "backward" and (called := emulation.current_op()) is not None:
+            if self.phase == "backward" or called is not None:
+                return _Seen(before.key, self.phase, place, before.op, before.args, out, half=before.half)
+        if is_cast and called is not None:
             # The operand itself does not fit: named after the op that it was cast for.
             op = f"aten.{called.removeprefix('aten::').partition('.')[0]}"
         identity = (self.phase, place.file, place.line, place.module, op)
@@ -250,16 +270,20 @@ class _Watcher(TorchDispatchMode):
             self.counts[identity] += 1
         seen = _Seen((*identity, self.counts[identity]), self.phase, place, op, args, out)
         if not is_cast:
+            if emulation.CUDA_OP_POLICY.get(called or "") == "low_precision":
+                seen.half = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
             self.last_compute = seen
         return seen
 
     def _place(self) -> Place:
         where = _user_frame(sys._getframe(2))
         module = self.stack[-1] if self.stack else None
-        if self.phase == "backward" and where.file is None and module is None:
-            # No python frame of the user's: the place of the forward op that made the node now running.
+        if self.phase == "backward" and module is None:
+            # The place of the forward op that made the node now running; the line itself, if python code runs in it.
             node = torch._C._current_autograd_node()
-            return self.made_by.get(node._sequence_nr(), Place()) if node is not None else Place()
+            made = self.made_by.get(node._sequence_nr(), Place()) if node is not None else Place()
+            own = {} if where.file is None else where.model_dump(include={"file", "line", "source", "function"})
+            return made.model_copy(update=own)
         path = self.names.get(module) if module is not None else None
         cls = self.classes.get(module) if module is not None else None
         where = where.model_copy(update={"module": path, "module_class": cls})
@@ -268,13 +292,47 @@ class _Watcher(TorchDispatchMode):
         return where
 
 
+def _inputs(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """The op's inputs as they are before it runs: what an op in place will overwrite is copied."""
+    schema = func._schema  # noqa: SLF001  # torch shows it under no public name
+    if not schema.is_mutable:
+        return args, kwargs
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    targets = [a for a, spec in zip(args, schema.arguments, strict=False) if spec.name in written]
+    memory = {t.data_ptr() for t in targets if isinstance(t, Tensor)}
+    # Only an op on one tensor (h += h) reads the same memory as another argument of its own.
+    overwritten = bool(_OVERWRITES.match(name))
+    kept = [
+        (None if overwritten else a.detach().clone()) if isinstance(a, Tensor) and a.data_ptr() in memory else a
+        for a in args
+    ]
+    return kept, {k: v for k, v in kwargs.items() if k not in written}
+
+
+def _makes(read: list[Tensor], made: list[Tensor]) -> bool:
+    """Whether a value that is not finite was made here: of finite ones, or NaN of infinities."""
+    if all(bool(torch.isfinite(t).all()) for t in made):
+        return False
+    if all(bool(torch.isfinite(t).all()) for t in read):
+        return True
+    return any(bool(t.isnan().any()) for t in made) and not any(bool(t.isnan().any()) for t in read)
+
+
+@lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    """Whether a file is torch's, fastai's, ours, or no file at all; a notebook's cells have names of their own."""
+    if file.startswith("<"):
+        return not file.startswith("<ipython-input")
+    return file.startswith(_LIBRARIES) or Path(file).resolve().as_posix().startswith(_LIBRARIES)
+
+
 def _user_frame(frame: FrameType | None) -> Place:
     """The innermost frame that is not of torch, fastai or autoprec; nothing beyond the replay itself."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file == __file__ and frame.f_code.co_name in ("predict", "loss", "watch"):
             break
-        if not file.startswith(("<", *_LIBRARIES)) and not Path(file).resolve().as_posix().startswith(_LIBRARIES):
+        if not _is_library(file):
             return place_at(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return Place()
@@ -293,7 +351,7 @@ def place_of_exception(error: BaseException) -> Place:
     place, tb = Place(), error.__traceback__
     while tb is not None:
         file = tb.tb_frame.f_code.co_filename
-        if not file.startswith(("<", *_LIBRARIES)):
+        if not _is_library(file):
             place = place_at(file, tb.tb_lineno, tb.tb_frame.f_code.co_name)
         tb = tb.tb_next
     return place
@@ -339,7 +397,7 @@ def watch(
     replay: Replay,
     precision: Precision,
     scale: float | None,
-    wanted: tuple[Any, ...] | None,
+    wanted: frozenset[Any] | None,
     note: Callable[[_Seen, Any], None] | None = None,
 ) -> _Watcher:
     """Run the batch once under a watcher.
@@ -348,7 +406,7 @@ def watch(
         replay: the batch and the state before it.
         precision: in which it is computed.
         scale: given, the backward pass too, from the loss times that.
-        wanted: key of the one op whose sizes are to be read; None looks for non-finite values.
+        wanted: keys of the ops whose sizes are to be read; None looks for non-finite values.
         note: is called with every op and its output instead.
     """
     model = replay.learn.model
@@ -388,18 +446,16 @@ def trace(
     candidates = watcher.candidates
     if not candidates:
         return None
+    # Filling with infinity is meant, as a mask: it is named only where there is nothing else.
+    first = next((c for c in candidates if not c.fills), candidates[0])
     if precision == "fp32":
-        meant = [c for c in candidates if c.fills]
-        seen = next((c for c in candidates if c not in meant), candidates[0])
-        return _origin(seen, watcher, None)
+        return _origin(first, watcher, None)
+    twins = watch(replay, "fp32", scale, frozenset(c.key for c in candidates)).found
     for seen in candidates:
-        twin = watch(replay, "fp32", scale, seen.key).found
-        value = _value(twin)
+        value = _value(twins.get(seen.key))
         if (value is None and not seen.fills) or (value is not None and value.finite):
             return _origin(seen, watcher, value)
-    if only_in_16:
-        return None
-    return _origin(candidates[0], watcher, _value(watch(replay, "fp32", scale, candidates[0].key).found))
+    return None if only_in_16 else _origin(first, watcher, _value(twins.get(first.key)))
 
 
 def _value(seen: _Seen | None) -> Fp32Value | None:

@@ -59,6 +59,10 @@ class Remedy(ABC, Generic[S]):
     new_twin: ClassVar[bool] = False
     """True: what is learned from changes, so that the fp32 twin of the user's own settings is no measure any more."""
 
+    for_modes: ClassVar[tuple[str, ...]] = ()
+    """Only for a remedy from outside (`extra_remedies=`): the failure modes it is tried for, before the policy's
+    ladder. A remedy of the registry has its places in the policies."""
+
     grows: ClassVar[bool] = False
     """True: where the fault moves on to another place, it may be applied again on top of itself."""
 
