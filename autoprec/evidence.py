@@ -146,6 +146,8 @@ class Misuse(Noun):
     place: Place
     ratio: float | None = None
     """Gradient norm after over before; None for a call that changes none."""
+    clips_to: float | None = None
+    """Norm of the unscaled gradients to which it was seen to clip; None if it was not."""
 
 
 class Failure(Noun):

@@ -54,7 +54,10 @@ __all__ = [
     "ProbeSettings",
     "Remedies",
     "RemedySettings",
+    "ReplaceCallback",
+    "ResetBuffers",
     "Rung",
+    "SkipNonfiniteBatches",
     "load_policy",
     "policy_to_yaml",
     "shipped_policies",
@@ -274,6 +277,29 @@ class MasterWeights(RemedySettings):
     """Cast half-precision weights up to fp32 and let autocast do the casting."""
 
 
+class ResetBuffers(RemedySettings):
+    """Reset BatchNorm statistics that are not finite and estimate them anew."""
+
+    batches: Annotated[Whole, Field(ge=1, le=10_000)] = 32
+    """Training batches from which the statistics are estimated; 32 batches of 16 give a mean to about 5 %."""
+
+
+class SkipNonfiniteBatches(RemedySettings):
+    """Leave out batches whose inputs or targets are not finite."""
+
+    allow: Flag = False
+    """Off unless you say so: leaving data out is a decision about the data."""
+    max_share: Share = 0.1
+    """Share of the sampled batches that may be left out; a tenth missing is a broken source, not a few bad rows."""
+
+
+class ReplaceCallback(RemedySettings):
+    """Take out a callback that misuses the scaler; where it was seen to clip, fastai's GradientClip takes its place."""
+
+    allow: Flag = False
+    """Off unless you say so: the callback is yours and may do more than what was seen."""
+
+
 class Remedies(Section):
     """Settings of each remedy, by its name."""
 
@@ -286,6 +312,9 @@ class Remedies(Section):
     loss_fp32: LossFp32 = LossFp32()
     one_precision_callback: OnePrecisionCallback = OnePrecisionCallback()
     master_weights: MasterWeights = MasterWeights()
+    reset_buffers: ResetBuffers = ResetBuffers()
+    skip_nonfinite_batches: SkipNonfiniteBatches = SkipNonfiniteBatches()
+    replace_callback: ReplaceCallback = ReplaceCallback()
     bf16: Bf16 = Bf16()
     fp32: Fp32 = Fp32()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
 from fastai.torch_core import to_float
 from fastcore.foundation import L
@@ -21,6 +21,7 @@ from fastcore.foundation import L
 from autoprec import emulation
 from autoprec.evidence import Precision
 from autoprec.islands import Island, entered
+from autoprec.observe.tensors import all_finite
 
 if TYPE_CHECKING:
     from fastai.learner import Learner
@@ -68,12 +69,14 @@ class Setting:
         scaler_kwargs: arguments of GradScaler (init_scale, growth_interval, …); ignored but for fp16.
         islands: parts of the model that stay in fp32; ignored for fp32.
         loss_fp32: the loss function runs outside autocast; ignored for fp32.
+        skip_nonfinite: batches whose inputs or targets are not finite are left out, in any precision.
     """
 
     precision: Precision
     scaler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     islands: tuple[Island, ...] = ()
     loss_fp32: bool = False
+    skip_nonfinite: bool = False
 
     @property
     def stock(self) -> bool:
@@ -148,10 +151,17 @@ def stock_callback(setting: Setting) -> Any | None:
 
 
 @contextmanager
-def computing(learn: Learner, setting: Setting) -> Iterator[None]:
-    """What a setting needs besides its callback: CUDA's op lists on a CPU, the islands, the loss in fp32."""
+def computing(learn: Learner, setting: Setting) -> Iterator[list[str]]:
+    """What a setting needs besides its callback: CUDA's op lists on a CPU, the islands, the loss in fp32.
+
+    Yields:
+        The batches that were left out, as they are.
+    """
     device = device_type(learn)
+    left_out: list[str] = []
     with ExitStack() as stack:
+        if setting.skip_nonfinite:
+            stack.enter_context(learn.added_cbs([_SkipNonfinite(left_out)]))
         if setting.precision != "fp32":
             if device == "cpu":
                 stack.enter_context(emulation.emulate_cuda())
@@ -161,7 +171,24 @@ def computing(learn: Learner, setting: Setting) -> Iterator[None]:
                 cbs = [_BeforeLoss(off), _AfterLoss(off)]
                 stack.enter_context(learn.added_cbs(cbs))
                 stack.callback(off.leave)
-        yield
+        yield left_out
+
+
+class _SkipNonfinite(Callback):
+    """Before MixedPrecision (order 10) enters autocast: a batch that is cancelled later would leave it on."""
+
+    order = 9.5
+
+    def __init__(self, left_out: list[str]) -> None:
+        self.left_out = left_out
+
+    def before_batch(self) -> None:
+        """Leave the batch out; without targets the Recorder does not count it either."""
+        if not all_finite(self.xb) or not all_finite(self.yb):
+            what = "training" if self.training else "validation"
+            self.left_out.append(f"{what} batch {self.iter} of epoch {self.epoch}")
+            self.learn.yb = ()
+            raise CancelBatchException
 
 
 class _LossOutside:
@@ -214,11 +241,14 @@ def is_half(value: Any) -> bool:
 
 
 @contextmanager
-def attached(learn: Learner, setting: Setting) -> Iterator[None]:
+def attached(learn: Learner, setting: Setting) -> Iterator[list[str]]:
     """Run the block with exactly one precision callback, working on the learner's device (none for fp32).
 
     The learner's own callbacks come back afterwards, in their places. Under emulation CUDA's op lists are in
     force for the block.
+
+    Yields:
+        The batches that were left out as not finite, as they are.
     """
     device = device_type(learn)
     theirs, _ = carried(learn)
@@ -241,8 +271,8 @@ def attached(learn: Learner, setting: Setting) -> Iterator[None]:
         learn.cbs.remove(ours)
         learn.cbs.insert(place, ours)
     try:
-        with computing(learn, setting):
-            yield
+        with computing(learn, setting) as left_out:
+            yield left_out
     finally:
         torch.set_autocast_dtype(device, dtype)
         if ours is not None and ours in learn.cbs:

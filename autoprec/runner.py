@@ -183,7 +183,7 @@ class Runner:
         ladder = self.policy.ladder(primary.mode)
         if step is not None:
             return f"the policy allows {self.policy.max_attempts} attempts"
-        if not ladder.rungs:
+        if not any(a.mode == primary.mode and a.applicable for a in self.attempts):
             return ladder.why or f"the policy {self.policy.name!r} allows nothing for {primary.mode}"
         return f"no remedy that the policy {self.policy.name!r} allows for {primary.mode} made the run healthy"
 
@@ -370,8 +370,11 @@ class Runner:
         )
         started = time.perf_counter()
         release_autocast()
-        with attached(learn, s.setting):
+        with attached(learn, s.setting) as left_out:
             s.plan.run(learn, [FitWatch(log)])
+        if left_out:
+            some = ", ".join(left_out[:20]) + (", …" if len(left_out) > 20 else "")
+            self.journal.write("note", Note(text=f"{len(left_out)} batches were left out as not finite: {some}"))
         seconds = time.perf_counter() - started
         leg = log.leg(learn, s.setting.precision, steps)
         seen = Gatherer(s, self.policy, self.journal).begin()

@@ -97,7 +97,8 @@ def test_every_number_in_default_has_its_unit_beside_it():
 
 def test_default_changes_little_first():
     """Data, then the op, then the training, then the scaler, then the whole precision."""
-    rank = {"one_precision_callback": 0, "master_weights": 0, "normalize_inputs": 1, "keep_modules_fp32": 1,
+    rank = {"one_precision_callback": 0, "master_weights": 0, "reset_buffers": 0, "skip_nonfinite_batches": 0,
+            "replace_callback": 0, "normalize_inputs": 1, "keep_modules_fp32": 1,
             "loss_fp32": 1, "clip_gradients": 2, "lower_lr": 3, "carry_scale": 4, "init_scale": 5, "bf16": 6,
             "fp32": 7}  # fmt: skip
     default = load_policy("default")

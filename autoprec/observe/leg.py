@@ -184,7 +184,8 @@ class _Ends(Callback):
         run = self.leg_run
         if not self.training:
             loss = self.learn.loss
-            run.validation.append(float(loss.detach().float().mean()) if loss is not None else math.nan)
+            if len(self.yb):
+                run.validation.append(float(loss.detach().float().mean()) if loss is not None else math.nan)
             if self.iter + 1 >= run.validation_batches:
                 raise CancelValidException
             return

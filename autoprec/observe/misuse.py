@@ -87,17 +87,26 @@ class _After(_Side):
         self.compare("before_step")
 
     def compare(self, event: str) -> None:
-        """Note what the callback did, once."""
+        """Note what the callback did: once, but for the norm it clips to, of which the last sight counts."""
         before, after = self.side_seen.get(event), self.look(event)
         name = type(self.watched_cb).__name__
-        if before is None or after is None or any(m.callback == name for m in self.side_found):
+        if before is None or after is None:
             return
         ratio = after[0] / before[0] if before[0] else 1.0
+        unscales = after[1] and not before[1]
+        if not unscales and not (math.isfinite(ratio) and abs(ratio - 1) > _SAME):
+            return
+        # What it left, in unscaled terms: shorter than what unscaling alone leaves, it was clipped to that.
+        left = ratio * float(self.learn.scaler.get_scale()) if unscales else ratio
+        clips_to = after[0] if math.isfinite(after[0]) and left < 1 - _SAME else None
+        there = next((i for i, m in enumerate(self.side_found) if m.callback == name), None)
+        if there is not None:
+            if clips_to is not None:
+                self.side_found[there] = self.side_found[there].model_copy(update={"clips_to": clips_to})
+            return
+        what: Any = "unscales" if unscales else "changes scaled gradients"
         place = _place(getattr(self.watched_cb, event))
-        if after[1] and not before[1]:
-            self.side_found.append(Misuse(callback=name, what="unscales", place=place, ratio=_finite(ratio)))
-        elif math.isfinite(ratio) and abs(ratio - 1) > _SAME:
-            self.side_found.append(Misuse(callback=name, what="changes scaled gradients", place=place, ratio=ratio))
+        self.side_found.append(Misuse(callback=name, what=what, place=place, ratio=_finite(ratio), clips_to=clips_to))
 
 
 def _finite(ratio: float) -> float | None:

@@ -20,6 +20,9 @@ from autoprec.remedies.lower_lr import LowerLr
 from autoprec.remedies.master_weights import MasterWeights
 from autoprec.remedies.normalize_inputs import NormalizeInputs
 from autoprec.remedies.one_precision_callback import OnePrecisionCallback
+from autoprec.remedies.replace_callback import ReplaceCallback
+from autoprec.remedies.reset_buffers import ResetBuffers
+from autoprec.remedies.skip_nonfinite_batches import SkipNonfiniteBatches
 
 __all__ = ["REMEDIES", "Remedy", "Subject"]
 
@@ -28,6 +31,9 @@ REMEDIES: dict[str, Remedy[Any]] = {
     for r in (
         OnePrecisionCallback(),
         MasterWeights(),
+        ReplaceCallback(),
+        ResetBuffers(),
+        SkipNonfiniteBatches(),
         NormalizeInputs(),
         KeepModulesFp32(),
         LossFp32(),

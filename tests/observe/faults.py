@@ -6,6 +6,7 @@ form. `replayed` puts a batch into a learner as a leg does, without training.
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -38,9 +40,7 @@ _MARK = re.compile(r"# here: (\w+)$")
 
 def line_of(name: str) -> int:
     """The line marked with `name`, which must be one."""
-    found = [
-        i for i, text in enumerate(HERE.read_text().splitlines(), 1) if (m := _MARK.search(text)) and m[1] == name
-    ]
+    found = [i for i, text in enumerate(HERE.read_text().splitlines(), 1) if (m := _MARK.search(text)) and m[1] == name]
     assert len(found) == 1, f"{name} is marked on lines {found}"
     return found[0]
 
@@ -146,7 +146,7 @@ class InForward(nn.Module):
         super().__init__()
         self.way, self.first = way, square(2, 0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # noqa: C901, PLR0912  # a table of ways
         h = self.first(x)
         if self.way == "bmm":
             h = torch.bmm(h[:, None], h[:, :, None])  # here: bmm
@@ -161,8 +161,7 @@ class InForward(nn.Module):
         elif self.way == "operator_mul":
             h = h * h  # here: operator_mul
         elif self.way == "operator_pow":
-            h = h.half() if h.dtype == torch.float16 else h
-            h = torch.cat([h, h]) * 300  # here: operator_pow
+            h = (h**2).to(h.dtype)  # here: operator_pow
         elif self.way == "operator_iadd":
             h = h * 200
             h += h  # here: operator_iadd
@@ -173,12 +172,12 @@ class InForward(nn.Module):
         elif self.way == "function":
             h = power(h)
         elif self.way == "two_lines":
-            h = torch.bmm(
+            h = torch.bmm(  # here: two_lines
                 h[:, None],
                 h[:, :, None],
             )
-        elif self.way == "cast":
-            h = (h.float() * 300).half()  # here: cast
+        elif self.way == "half":
+            h = (h.float() * 300).half()  # here: half
         elif self.way == "comprehension":
             h = torch.stack([row * 300 for row in h])  # here: comprehension
         return h
@@ -222,6 +221,18 @@ class Block(nn.Module):
         return x * x  # here: block
 
 
+class FillsIt(nn.Module):
+    """Infinity where none is meant, with nothing else wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = square(2, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return h.masked_fill(h > 0, torch.inf)  # here: fills
+
+
 class Masked(nn.Module):
     """-inf on purpose, then an overflow; or with no overflow at all."""
 
@@ -232,7 +243,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         mask = torch.tensor([False, True]).expand_as(h)
-        scores = h.masked_fill(mask, -torch.inf)  # here: masked_fill
+        scores = h.masked_fill(mask, -torch.inf)
         scores = torch.where(mask, torch.tensor(-torch.inf), scores)
         bias = torch.zeros_like(h, dtype=torch.float32).masked_fill_(mask, float("-inf"))
         weights = (scores + bias).softmax(-1)
@@ -248,8 +259,8 @@ class FullyMasked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        h = h.masked_fill(torch.ones_like(h, dtype=torch.bool), -torch.inf)  # here: fully_masked
-        return h.softmax(-1)
+        h = h.masked_fill(torch.ones_like(h, dtype=torch.bool), -torch.inf)
+        return h.softmax(-1)  # here: fully_masked
 
 
 class Absorbed(nn.Module):
@@ -365,6 +376,17 @@ class DividesBy(nn.Module):
         return h / self.divisor  # here: divides
 
 
+class Scales(nn.Module):
+    """x times a constant that is learnt, so that a gradient comes this far."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,->bi", x, self.factor)
+
+
 class HandNorm(nn.Module):
     """x / std by hand, over small values."""
 
@@ -427,3 +449,24 @@ class StdOfOne(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         return h / h.std(0)  # here: std_of_one
+
+
+# ---- state that a replay must put back ------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Buffers and draws from three generators: 200 x 300 x count is 60000 in the first step, 120000 in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = square(2, 0.5), nn.BatchNorm1d(2), nn.Dropout(0.5)
+        self.register_buffer("count", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.drop(self.norm(h))
+        random.random()
+        np.random.rand()
+        h = h * (300 * float(self.count))  # here: stateful
+        self.count += 1
+        return h

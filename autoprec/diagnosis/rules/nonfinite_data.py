@@ -32,7 +32,6 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
         ruled_out=("made by 16-bit arithmetic: the loader delivers them",),
         suggestion="remove or impute these rows (tabular: FillMissing), or fix the transform that makes them",
         evidence={"values": total, "batches": data.batches, "rows": str(rows[:8])},
-        repairable=False,
     )
 
 

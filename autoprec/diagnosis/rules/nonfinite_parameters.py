@@ -17,13 +17,15 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     names = evidence.configuration.nonfinite_parameters
     if not names:
         return None
+    statistics = [n for n in names if n.rpartition(".")[2] in ("running_mean", "running_var")]
     return Finding(
         mode=RULE.mode,
         because=f"before the first step these parameters or buffers hold NaN or infinity: {', '.join(names)}",
         ruled_out=("made by this run: no step had been taken",),
         suggestion="load weights from before the failure, or initialize these anew",
         evidence={"nonfinite": len(names)},
-        repairable=False,
+        # Statistics can be estimated anew; weights cannot.
+        repairable=len(statistics) == len(names),
     )
 
 
