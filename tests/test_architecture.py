@@ -232,7 +232,8 @@ MODES = {
 }  # fmt: skip
 RUNGS = {
     "bf16", "carry_scale", "clip_gradients", "fp32", "init_scale", "keep_modules_fp32", "loss_fp32", "lower_lr",
-    "master_weights", "normalize_inputs", "one_precision_callback",
+    "master_weights", "normalize_inputs", "one_precision_callback", "replace_callback", "reset_buffers",
+    "skip_nonfinite_batches",
 }  # fmt: skip
 
 

@@ -94,6 +94,7 @@ FULL = Evidence(
     fidelity=FIDELITY,
     best_fidelity=FIDELITY,
     hidden=Hidden(batches=2, origin=ORIGIN),
+    fp32_share=NAN,
     drift=Drift(place=PLACE, op="aten.sub", error=NAN, size=INF, variation=0.0, largest=INF, ops_compared=9),
     headroom=Headroom(scale=1024.0, modules=(ModuleHeadroom(name="", forward=-INF, backward=NAN),)),
     comparison=Comparison(excess=INF, excess_validation=NAN, spread=0.0, spread_validation=-INF, same_steps=False),
