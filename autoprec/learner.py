@@ -7,7 +7,7 @@ Learner, so code that takes a Learner takes it too; but it is no Learner and hid
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoprec.errors import InputError
@@ -55,13 +55,12 @@ class AutoPrecisionLearner:
         *,
         emulate_cuda: bool = False,
     ) -> None:
-        from fastai.learner import Learner
-
-        if isinstance(learn, AutoPrecisionLearner):
-            raise InputError("learn is an AutoPrecisionLearner already; wrap its .learn, or use it as it is")
-        if not isinstance(learn, Learner):
-            raise InputError(f"learn is a {type(learn).__name__}; give a fastai Learner")
-        values = {"learn": learn, "policy": load_policy(policy), "emulate_cuda": emulate_cuda, "outcome": None}
+        values = {
+            "learn": _checked_learner(learn),
+            "policy": load_policy(policy),
+            "emulate_cuda": _checked_flag(emulate_cuda),
+            "outcome": None,
+        }
         self.__dict__.update(values)
 
     def probe(self, epochs: int = 1, lr: float | slice | None = None, **kwargs: Any) -> Evidence:
@@ -108,10 +107,9 @@ class AutoPrecisionLearner:
         return getattr(self.learn, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "policy":
-            self.__dict__["policy"] = load_policy(value)
-        elif name in _OWN:
-            self.__dict__[name] = value
+        if name in _OWN:
+            check = _CHECKS.get(name)
+            self.__dict__[name] = check(value) if check else value
         else:
             setattr(self.learn, name, value)
 
@@ -140,3 +138,26 @@ class AutoPrecisionLearner:
     def __repr__(self) -> str:
         result = self.outcome.result if self.outcome else "not run"
         return f"AutoPrecisionLearner({type(self.learn.model).__name__}, policy={self.policy.name!r}, {result})"
+
+
+def _checked_learner(learn: Any) -> Any:
+    from fastai.learner import Learner
+
+    if isinstance(learn, AutoPrecisionLearner):
+        raise InputError("learn is an AutoPrecisionLearner already; wrap its .learn, or use it as it is")
+    if not isinstance(learn, Learner):
+        raise InputError(f"learn is a {type(learn).__name__}; give a fastai Learner")
+    return learn
+
+
+def _checked_flag(emulate_cuda: Any) -> bool:
+    if not isinstance(emulate_cuda, bool):
+        raise InputError(f"emulate_cuda is {emulate_cuda!r}; allowed are True and False")
+    return emulate_cuda
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "learn": _checked_learner,
+    "policy": load_policy,
+    "emulate_cuda": _checked_flag,
+}

@@ -9,8 +9,10 @@ still scales anything up.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autoprec.evidence import Step
@@ -18,7 +20,31 @@ from autoprec.evidence import Step
 if TYPE_CHECKING:
     from autoprec.policy import Limits
 
-__all__ = ["Skips"]
+__all__ = ["Skips", "measured_norms", "spike"]
+
+
+def spike(steps: Sequence[Step]) -> tuple[int, float, float]:
+    """The gradient norm that stands out most from the steps before it.
+
+    Later ones do not count, as after an explosion every norm is large.
+
+    Returns:
+        (index among the measured norms, median norm before it, norm), where that ratio is largest; (0, 0, 0) for
+        fewer than two measured norms. A NaN norm counts as not measured.
+    """
+    norms = measured_norms(steps)
+    jumps = [(i, statistics.median(norms[:i]), n) for i, n in enumerate(norms) if i]
+    return max(jumps, key=lambda j: j[2] / j[1] if j[1] else 0.0, default=(0, 0.0, 0.0))
+
+
+def measured_norms(steps: Sequence[Step]) -> list[float]:
+    """The gradient norms in order, without those that are NaN or were not measured."""
+    return [s.grad_norm for s in steps if s.grad_norm is not None and not math.isnan(s.grad_norm)]
+
+
+def _one_descent(steps: Sequence[Step]) -> bool:
+    rose = any((b.scale_before or 0) > (a.scale_before or 0) for a, b in pairwise(steps))
+    return bool(steps) and not rose and not steps[-1].skipped
 
 
 @dataclass(frozen=True)
@@ -31,6 +57,8 @@ class Skips:
         leading: skipped before the first one taken.
         late: skipped in the second half of the steps, the leading ones left out.
         late_attempted: steps of the second half, the leading ones left out.
+        one_descent: the scale never rose between the steps, and the last step was taken.
+        settled: one descent, and nothing of the last quarter skipped.
         first_scale, last_scale: loss scale at the beginning and at the end; None without a scaler.
     """
 
@@ -41,6 +69,8 @@ class Skips:
     late_attempted: int
     first_scale: float | None
     last_scale: float | None
+    one_descent: bool = False
+    settled: bool = False
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Skips:
@@ -56,6 +86,8 @@ class Skips:
             late_attempted=len(late),
             first_scale=steps[0].scale_before if steps else None,
             last_scale=steps[-1].scale_after if steps else None,
+            one_descent=_one_descent(steps),
+            settled=_one_descent(steps) and not any(s.skipped for s in steps[n - max(1, n // 4) :]),
         )
 
     @property
@@ -79,9 +111,11 @@ class Skips:
     def chronic(self, limits: Limits) -> bool:
         """Whether steps keep being skipped, or the scale has collapsed.
 
-        One late skip more than the rate allows is not enough in a short leg: at least two are needed.
+        One late skip more than the rate allows is not enough in a short leg: at least two are needed. A late descent
+        that has come to its end is how a scale follows gradients that grew: none of the last quarter is skipped then,
+        and the scale never rose in between.
         """
-        late = self.late >= 2 and self.late_rate > limits.skip_rate
+        late = self.late >= 2 and self.late_rate > limits.skip_rate and not self.settled
         return late or self.collapsed(limits) or self.settling_overrun(limits)
 
     def share_of(self, planned: int) -> float:

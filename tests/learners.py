@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # fastai's own imports
     import fastai.callback.fp16
-    import fastai.callback.schedule  # noqa: F401
+    import fastai.callback.schedule
     from fastai.callback.core import Callback
     from fastai.callback.progress import ProgressCallback
     from fastai.data.core import DataLoaders
@@ -35,7 +35,6 @@ with warnings.catch_warnings():
     from fastai.losses import CrossEntropyLossFlat
     from fastai.metrics import accuracy
     from fastai.optimizer import SGD, Adam
-    from fastai.torch_core import set_seed
 
 BS = 16
 
@@ -77,7 +76,7 @@ def thread_state() -> dict[str, Any]:
 
 def seed_all(seed: int = 0) -> None:
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 

@@ -112,10 +112,11 @@ def test_runs_under_a_scaler(run: Run) -> None:
         (".*20 S .*19", False),  # one late skip
         (".*20 S .*8 S .*10", False),  # two of twenty: 10 %
         (".*20 SSSS .*16", False),  # four of twenty: the 20 % allowed
-        (".*20 SSSSS .*15", True),  # five of twenty
+        (".*20 SSSSS .*10 SSSSS", True),  # ten of twenty
+        (".*20 SSSSS .*15", False),  # one late descent, and it has ended
         ("SSSSS .*35", False),  # the same number, early
         (".... S...", False),  # 25 % of a short leg, but one skip only
-        (".... SS..", True),  # 50 %
+        (".... S.S.", True),  # 50 %
     ],
 )
 def test_late_skips(ledger: str, chronic: bool) -> None:
@@ -133,7 +134,7 @@ def test_each_limit_counts() -> None:
     overrun = Skips.of(steps("S*17 .*23", scale=2.0**17))
     assert not overrun.settling_overrun(LIMITS)  # one more halving than from 2**16
     assert overrun.settling_overrun(Limits(settling_skips=15))
-    late = Skips.of(steps(".*20 SSSSS .*15"))
+    late = Skips.of(steps(".*20 SSSS .*15 S"))
     assert late.chronic(LIMITS)
     assert not late.chronic(Limits(skip_rate=0.25))
 

@@ -288,7 +288,7 @@ def test_a_loss_that_raises_leaves_no_second_autocast_state_behind(learn, error)
     from autoprec.snapshot import release_autocast
 
     learn.loss_func = Squares(error)
-    with pytest.raises(BaseException) if not isinstance(error, CancelFitException) else _nothing():  # noqa: PT011, B017
+    with pytest.raises(BaseException) if not isinstance(error, CancelFitException) else _nothing():  # noqa: PT011
         with attached(learn, Setting("fp16", loss_fp32=True)):
             learn.fit(1, 1e-3)
     assert not [cb for cb in learn.cbs if type(cb).__module__.startswith("autoprec")]

@@ -30,8 +30,8 @@ class _Running:
     """Streaming range, mean and deviation of one feature."""
 
     count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0  # of the differences from the mean: seconds since 1970 would lose theirs in a sum of squares
     low: float = math.inf
     high: float = -math.inf
     whole: bool = True
@@ -45,24 +45,24 @@ class _Running:
         self.bad += x.numel() - finite.numel()
         if not finite.numel():
             return
-        self.count += finite.numel()
-        self.total += float(finite.sum())
-        self.squares += float((finite * finite).sum())
+        n, mean = finite.numel(), float(finite.mean())
+        step = mean - self.mean
+        self.squares += float((finite - mean).square().sum()) + step * step * self.count * n / (self.count + n)
+        self.mean += step * n / (self.count + n)
+        self.count += n
         self.low = min(self.low, float(finite.min()))
         self.high = max(self.high, float(finite.max()))
         self.whole = self.whole and bool((finite == finite.round()).all())
 
     def feature(self, name: str) -> Feature:
-        mean = self.total / self.count if self.count else math.nan
-        var = max(self.squares / self.count - mean * mean, 0.0) if self.count else math.nan
         low, high = (self.low, self.high) if self.count else (math.nan, math.nan)
         return Feature(
             name=name,
             typical=sorted(self.sizes)[len(self.sizes) // 2],
             min=low,
             max=high,
-            mean=mean,
-            std=math.sqrt(var) if self.count else math.nan,
+            mean=self.mean if self.count else math.nan,
+            std=math.sqrt(self.squares / self.count) if self.count else math.nan,
             integer_like=self.whole and self.count > 0,
             nonfinite=self.bad,
         )
@@ -83,6 +83,8 @@ class _RunningTarget:
 class DataCollector:
     """Gathers a `DataSample` while a leg runs.
 
+    Class labels are checked in every batch, as one that no class answers to must not reach the loss.
+
     Args:
         limit: training batches to look at.
         names: column names of a two-dimensional floating input, if the loaders know them.
@@ -91,6 +93,7 @@ class DataCollector:
     limit: int
     names: tuple[str, ...] = ()
     batches: int = 0
+    offered: int = 0
     sizes: list[int] = field(default_factory=list)
     bad_rows: list[tuple[int, int]] = field(default_factory=list)
     bad_target_rows: list[tuple[int, int]] = field(default_factory=list)
@@ -107,7 +110,8 @@ class DataCollector:
 
     def inputs(self, xb: Any) -> None:
         """Look at the inputs of one training batch; batches past the limit are let through."""
-        if self.batches >= self.limit:
+        self.offered += 1
+        if self.offered > self.limit:
             return
         found = list(tensors(xb))
         self.sizes.append(len(found[0]) if found and found[0].ndim else 1)
@@ -115,7 +119,7 @@ class DataCollector:
             if not t.is_floating_point() or not t.numel():
                 continue
             x = t.detach().double()
-            self._note_rows(x, self.bad_rows)
+            self._note_rows(x, self.bad_rows, self.offered - 1)
             for name, column in self._columns(x, f"input {i}" if len(found) > 1 else "input"):
                 self._features.setdefault(name, _Running()).add(column)
         self.batches += 1
@@ -128,13 +132,14 @@ class DataCollector:
             return [(f"{name}, channel {j}", x[:, j]) for j in range(x.shape[1])]
         return [(name, x if x.ndim else x[None])]
 
-    def _note_rows(self, x: Tensor, rows: list[tuple[int, int]]) -> None:
+    @staticmethod
+    def _note_rows(x: Tensor, rows: list[tuple[int, int]], batch: int) -> None:
         bad = ~torch.isfinite(x)
         if not bool(bad.any()):
             return
         per_row = bad.flatten(1).any(1) if x.ndim > 1 else bad.reshape(-1)
         found = per_row.nonzero().flatten().tolist()[: _MAX_ROWS - len(rows)]
-        rows.extend((self.batches, row) for row in found)
+        rows.extend((batch, row) for row in found)
 
     def targets(self, learn: Learner) -> str | None:
         """Look at the targets of one training batch, after the prediction is known.
@@ -144,23 +149,21 @@ class DataCollector:
             the process' context with such a label, so the caller must not go on to it.
         """
         refused = None
-        batch = self.batches - 1
+        batch = self.offered - 1
         found = list(tensors(learn.yb))
         for i, t in enumerate(found):
             name = f"target {i}" if len(found) > 1 else "target"
             if not t.numel():
                 continue
             mine = self._targets.setdefault(name, _RunningTarget(str(t.dtype).removeprefix("torch.")))
-            if t.is_floating_point():
+            if t.is_floating_point() and batch < self.limit:
                 y = t.detach().double()
                 finite = y[torch.isfinite(y)]
                 mine.bad += y.numel() - finite.numel()
                 if finite.numel():
                     mine.low, mine.high = min(mine.low, float(finite.min())), max(mine.high, float(finite.max()))
-                current, self.batches = self.batches, batch
-                self._note_rows(y, self.bad_target_rows)
-                self.batches = current
-            elif t.dtype != torch.bool:
+                self._note_rows(y, self.bad_target_rows, batch)
+            elif not t.is_floating_point() and t.dtype != torch.bool:
                 mine.low, mine.high = min(mine.low, float(t.min())), max(mine.high, float(t.max()))
                 if is_class_loss(learn.loss_func):
                     refused = self._labels(learn, t, mine, name, batch) or refused
@@ -206,7 +209,10 @@ class DataCollector:
 def is_class_loss(loss: Any) -> bool:
     """Whether a loss reads integer targets as class labels (torch's and fastai's cross entropies)."""
     inner = getattr(loss, "func", loss)
-    name = getattr(inner, "__name__", type(inner).__name__).lower()
+    made_by = inner if hasattr(inner, "__name__") else type(inner)
+    if made_by.__module__.partition(".")[0] not in ("torch", "fastai"):
+        return False  # a user's own may give its labels any meaning
+    name = made_by.__name__.lower()
     return (
         any(part in name for part in ("crossentropy", "cross_entropy", "nllloss", "nll_loss")) and "binary" not in name
     )

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from autoprec.evidence import Fidelity, Headroom, Hidden, ModuleHeadroom, ParameterFidelity, Precision, ScaleSearch
@@ -45,7 +44,16 @@ def _loss(replay: Replay, precision: Precision) -> Tensor:
 
 
 def _gradients(loss: Tensor, params: list[Tensor], scale: float, *, retain: bool) -> list[Tensor | None]:
-    return list(torch.autograd.grad(loss * scale, params, allow_unused=True, retain_graph=retain))
+    # Not autograd.grad: a reentrant checkpoint allows only backward().
+    kept = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        (loss * scale).backward(retain_graph=retain)
+        return [p.grad for p in params]
+    finally:
+        for p, grad in zip(params, kept, strict=True):
+            p.grad = grad
 
 
 def search_scale(learn: Learner, batches: Sequence[Batch], setting: Setting, flushed_share: float) -> ScaleSearch:
@@ -99,7 +107,9 @@ def _share_below(gradient: Tensor, limit: float) -> float:
 
 
 def _bisect(loss: Tensor, params: list[Tensor], ceiling: int | None) -> int | None:
-    if ceiling is None or not loss.requires_grad:
+    if ceiling is None or not all_finite(loss):
+        return None
+    if not loss.requires_grad:
         return ceiling
 
     def finite(exponent: int) -> bool:
@@ -147,7 +157,7 @@ def fidelity(learn: Learner, batch: Batch, setting: Setting, scale: float) -> Fi
         for (name, _), a, b in zip(named, g16, g32, strict=True)
         if a is not None and b is not None
     ]
-    return Fidelity(scale=scale, parameters=tuple(rows), loss_16=float(loss16), loss_32=float(loss32))
+    return Fidelity(scale=scale, parameters=tuple(rows), loss_16=float(loss16.detach()), loss_32=float(loss32.detach()))
 
 
 def _compare(name: str, a: Tensor, b: Tensor) -> ParameterFidelity:

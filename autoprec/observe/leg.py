@@ -146,6 +146,7 @@ class _Ends(Callback):
     def before_batch(self) -> None:
         run = self.leg_run
         if not self.training:
+            run.replay = Replay.capture(self.learn, loss_fp32=run.loss_fp32)
             return
         if run.data is not None:
             run.data.inputs(self.xb)
@@ -166,7 +167,12 @@ class _Ends(Callback):
 
     def after_loss(self) -> None:
         run = self.leg_run
-        if not self.training or not len(self.yb):
+        if not len(self.yb):
+            return
+        if not self.training:
+            if not all_finite(self.learn.loss) and all_finite(self.xb) and all_finite(self.yb):
+                with torch.no_grad():
+                    run.trace()
             return
         run.loss = float(self.learn.loss_grad.detach().float().mean())
         if math.isfinite(run.loss):

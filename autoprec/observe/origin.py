@@ -346,9 +346,9 @@ def place_at(file: str, line: int, function: str) -> Place:
     return Place(file=str(shown), line=line, source=source, function=function)
 
 
-def place_of_exception(error: BaseException) -> Place:
-    """The innermost frame of an exception that is not of torch, fastai or autoprec."""
-    place, tb = Place(), error.__traceback__
+def place_of_exception(error: BaseException) -> Place | None:
+    """The innermost frame of an exception that is not of torch, fastai or autoprec; None if there is none."""
+    place, tb = None, error.__traceback__
     while tb is not None:
         file = tb.tb_frame.f_code.co_filename
         if not _is_library(file):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fastai.callback.training import GradientClip
 
+from autoprec.ledger import measured_norms, spike
 from autoprec.outcome import Change
 from autoprec.policy import ClipGradients as Settings
 from autoprec.remedies.base import Remedy, Subject
@@ -21,13 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ClipGradients", "clip_norm"]
 
+_STANDS_OUT = 10.0
+"""Ratio to the usual norm from which on a gradient is left out of what is usual: an order of magnitude."""
+
 
 def clip_norm(evidence: Evidence, settings: Settings) -> float | None:
     """The policy's norm, or its quantile of the finite norms of the fp32 twin (else of the main leg)."""
     if settings.max_norm is not None:
         return settings.max_norm
     for leg in (evidence.twin, evidence.main):
-        norms = sorted(s.grad_norm for s in (leg.steps if leg else ()) if s.grad_norm and math.isfinite(s.grad_norm))
+        steps = leg.steps if leg else ()
+        at, usual, peak = spike(steps)
+        seen = measured_norms(steps)
+        # What follows an explosion says nothing about usual gradients.
+        norms = sorted(n for n in (seen[:at] if peak > _STANDS_OUT * usual > 0 else seen) if n and math.isfinite(n))
         if norms:
             return norms[min(len(norms) - 1, int(settings.quantile * len(norms)))]
     return None

@@ -74,7 +74,7 @@ def test_healthy_model_has_none() -> None:
     found = drift(model, torch.randn(32, 8), limit=0.02)
     assert (found.place, found.op, found.error) == (None, None, None)
     assert 0 < found.largest < 0.02
-    assert found.ops_compared > 4
+    assert found.ops_compared >= 4  # two linear layers, the norm, the relu
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -58,7 +58,9 @@ def search(
         (65520 / 65536, 1.0, 2.0**15),
         # The gradient of the weight is x times that.
         (1.0, 8.0, 2.0**12),
-        (1.0, 65519 / 65536 * 8, 2.0**12),  # the operand is rounded first, to 8
+        # ... after x itself was rounded: 7.998 to 65504 / 2^13, and a little more to 8.
+        (1.0, 65519 / 2**13, 2.0**13),
+        (1.0, 65520 / 2**13, 2.0**12),
         # The ends of the search.
         (2.0**-9, 1.0, 2.0**24),
         (2.0**-30, 1.0, 2.0**24),
@@ -126,7 +128,7 @@ def test_checkpoint_can_be_searched(use_reentrant: bool) -> None:
         "block.inner.bias",
     ]
     assert all(p.cosine == pytest.approx(1.0) for p in measured.parameters)
-    assert x.grad is None
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize(

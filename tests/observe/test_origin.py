@@ -145,8 +145,8 @@ FORWARD = {
     # Half a step past bfloat16's largest number, 2^128 - 2^120, and below float32's.
     "bf16 overflow": Case(
         lambda: nn.Sequential(faults.constant(nn.Linear(3, 1), 1.0)),
-        torch.tensor([[2.0**127, 127 * 2.0**120, 2.0**119]]), "aten.addmm", "0", None, 2.0**128 - 2.0**119, ("bfloat16[1]", "bfloat16[1, 3]", "bfloat16[3, 1]"), 2.0**127,
-        precision="bf16",
+        torch.tensor([[2.0**127, 127 * 2.0**120, 2.0**119]]), "aten.addmm", "0", None, 2.0**128 - 2.0**119,
+        ("bfloat16[1]", "bfloat16[1, 3]", "bfloat16[3, 1]"), 2.0**127, precision="bf16",
     ),
 }  # fmt: skip
 LOSS = {

@@ -14,7 +14,7 @@ from autoprec.observe.tensors import all_finite, floating, largest, nonfinite_na
 
 ONE, TWO, THREE = torch.ones(1), torch.full((2,), 2.0), torch.full((3,), 3.0)
 INF, NAN = math.inf, math.nan
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024
+Pair = namedtuple("Pair", "a b")
 
 
 @dataclass

@@ -8,7 +8,7 @@ Not this     bad data (`nonfinite_data`, `invalid_targets`), or an lr that is to
 from __future__ import annotations
 
 from autoprec.diagnosis.finding import Finding, Rule
-from autoprec.diagnosis.fp32 import LOWER_LR, at, fp32_fails, may_be_lr
+from autoprec.diagnosis.fp32 import CLIP, LOWER_LR, at, fp32_fails, may_be_lr
 from autoprec.evidence import Evidence
 from autoprec.policy import Limits
 from autoprec.verify import trains
@@ -49,7 +49,8 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
     twin, main = evidence.twin, evidence.main
     if twin is None or main is None:
         return None
-    if any((leg := evidence.legs.get(name)) is not None and trains(leg, limits) for name, _ in LOWER_LR):
+    cures = [*(name for name, _ in LOWER_LR), CLIP]
+    if any((leg := evidence.legs.get(name)) is not None and trains(leg, limits) for name in cures):
         return None
     if fp32_fails(evidence, limits):
         leg, how = twin, f"fp32 fails as well: {at(twin)}"

@@ -7,12 +7,10 @@ Not this     a loss that grows steadily (see `lr_divergence`, which a smaller lr
 
 from __future__ import annotations
 
-import math
-import statistics
-
 from autoprec.diagnosis.finding import Finding, Rule
 from autoprec.diagnosis.fp32 import CLIP, LOWER_LR, at, fp32_fails, may_be_lr
 from autoprec.evidence import Evidence
+from autoprec.ledger import spike
 from autoprec.policy import Limits
 from autoprec.verify import trains
 
@@ -24,19 +22,16 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         return None
     if any((leg := evidence.legs.get(name)) is not None and trains(leg, limits) for name, _ in LOWER_LR):
         return None
-    norms = [s.grad_norm for s in twin.steps if s.grad_norm is not None and not math.isnan(s.grad_norm)]
-    if not norms:
-        return None
-    usual, peak = statistics.median(norms), max(norms)
-    if peak < limits.explosion_ratio * usual:
-        return None
+    _, usual, peak = spike(twin.steps)
+    stands_out = peak > 0 and peak >= limits.explosion_ratio * usual
+    seen = f"a gradient norm is {peak:.3g} where {usual:.3g} was usual before, and " if stands_out else ""
     return Finding(
         mode=RULE.mode,
-        because=f"fp32 fails too ({at(twin)}); one gradient norm is {peak:.3g} where {usual:.3g} is usual, and clipped "
-        f"to {clipped.spec.clip:.3g} the run trains",
+        because=f"fp32 fails too ({at(twin)}); {seen}with gradients clipped to {clipped.spec.clip:.3g} the run trains",
         ruled_out=("16-bit arithmetic: fp32 fails on the same batches", "the lr: a hundredth fails as well"),
         suggestion="clip the gradients: GradientClip(max_norm)",
         evidence={"peak": peak, "usual": usual},
+        confidence=1.0 if stands_out else 0.6,
     )
 
 

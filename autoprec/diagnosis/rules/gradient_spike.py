@@ -7,11 +7,9 @@ Not this     a scale that works on no batch (`gradient_overflow`), or one that s
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from autoprec.diagnosis.finding import Finding, Rule
 from autoprec.diagnosis.rules.gradient_overflow import relevant
-from autoprec.evidence import Evidence, Leg
+from autoprec.evidence import Evidence
 from autoprec.ledger import Skips
 from autoprec.policy import Limits
 
@@ -22,7 +20,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
     if main is None or search is None or search.largest_finite is None or search.largest_finite < limits.scale_floor:
         return None
     skips = Skips.of(main.steps)
-    if skips.late < 2 or skips.late_rate <= limits.skip_rate or settles(main):
+    if skips.late < 2 or skips.late_rate <= limits.skip_rate or skips.one_descent:
         return None
     at = [s.step for s in main.steps if s.skipped and s.step >= skips.leading]
     return Finding(
@@ -35,14 +33,6 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         evidence={"late": skips.late, "late_attempted": skips.late_attempted, "works": search.largest_finite},
         confidence=0.8,
     )
-
-
-def settles(leg: Leg) -> bool:
-    """Whether every skip belongs to one descent: the scale never rose between, and the last step was taken."""
-    steps = leg.steps
-    last_skip = max((i for i, s in enumerate(steps) if s.skipped), default=-1)
-    never_rose = all((b.scale_before or 0) <= (a.scale_before or 0) for a, b in pairwise(steps))
-    return last_skip < len(steps) - 1 and never_rose
 
 
 RULE = Rule(
