@@ -165,8 +165,6 @@ class Limits(Section):
     raw_input_size: Annotated[Real, Field(gt=0)] = 10.0
     """Magnitude of an input column's values from which on it counts as not normalized; standardized data stays
     below 10 deviations."""
-    huge_input: Annotated[Real, Field(gt=0)] = 2048.0
-    """Magnitude from which on fp16 cannot hold every whole number (11 bits of mantissa): timestamps, counters."""
     progress: Share = 0.02
     """Relative fall of the training loss over a probe below which a run at a smaller lr is not called training."""
     divergence: Annotated[Real, Field(gt=1)] = 3.0

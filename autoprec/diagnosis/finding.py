@@ -83,7 +83,11 @@ class Diagnosis(Noun):
         """For people: each finding with its place, its numbers, what was ruled out and what to do."""
         lines = []
         if self.primary is None:
-            lines.append("nothing is wrong" if not self.not_run else "nothing was found, but not every check could run")
+            lines.append(
+                "nothing is wrong with the training"
+                if not self.not_run
+                else "nothing was found, but not every check could run"
+            )
         for finding in self.findings:
             lines += finding.lines()
         for check in self.not_run:

@@ -23,7 +23,7 @@ NEEDLESS = NotRun(mode="plateau", why="not needed: forward_overflow was found fi
 @pytest.mark.parametrize(
     ("diagnosis", "lines"),
     [
-        (Diagnosis(), ["nothing is wrong"]),
+        (Diagnosis(), ["nothing is wrong with the training"]),
         (
             Diagnosis(not_run=(GAP,)),
             [

@@ -33,7 +33,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"at loss scale {fidelity.scale:g}, {top.flushed:.0%} of the gradient of {top.name} is zero in 16 bits "
         f"and not in fp32 (cosine {top.cosine:.3f}); {reason}",
-        ruled_out=("slow learning: fp32 learns faster from the same batches", "no value overflows"),
+        ruled_out=("slow learning: fp32 learns faster from the same batches", "an overflow: every value is finite"),
         suggestion="raise the loss scale (leave it dynamic), or average the loss over fewer elements",
         evidence={"scale": fidelity.scale, "flushed": top.flushed, "cosine": top.cosine, "parameters": len(bent)},
     )

@@ -27,7 +27,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"{reason}, {same}: loss {main.final_loss:.4g} against {twin.final_loss:.4g} after {len(main.steps)} "
         f"steps in {main.spec.precision} and fp32",
-        ruled_out=("no value is non-finite", "slow learning: fp32 learns faster from the same batches"),
+        ruled_out=("an overflow: every value is finite", "slow learning: fp32 learns faster from the same batches"),
         suggestion="look for small differences of large numbers (positions, offsets, values next to 1)",
         evidence={"excess": comparison.excess, "spread": comparison.spread},
         confidence=0.6,

@@ -32,7 +32,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         where=drift.place,
         op=drift.op,
         ruled_out=(
-            "no value is non-finite",
+            "an overflow: every value is finite",
             f"earlier ops keep to fp32 within {limits.drift:.0%} of their variation ({drift.ops_compared} compared)",
         ),
         suggestion="centre or rescale what enters the op, or compute it in fp32 (x.float())",

@@ -39,7 +39,7 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
         mode=RULE.mode,
         because=f"{first.callback} {did}; {worse(comparison, limits)}",
         where=first.place,
-        ruled_out=("no value overflows and no step is lost: what reaches the optimizer is wrong",),
+        ruled_out=("an overflow: every value is finite and steps are taken; what reaches the optimizer is wrong",),
         suggestion="remove it and use GradientClip(max_norm), which runs after unscaling",
         evidence={"callback": first.callback, "what": first.what, "ratio": first.ratio, "scale": scale},
     )
