@@ -144,6 +144,7 @@ def _whole(
     **fit_kwargs: Any,
 ) -> Outcome:
     from autoprec.audit.journal import Journal, new_run_id
+    from autoprec.repair import Repair
     from autoprec.runner import Runner
 
     chosen = load_policy(policy)
@@ -151,7 +152,7 @@ def _whole(
     run_id = new_run_id()
     path = Path(audit) if audit is not None else Path(learn.path) / "autoprec" / f"{run_id}.jsonl"
     with Journal(path, run_id) as journal, _Seeded(seed), _added(learn, cbs):
-        outcome = work(Runner(subject, chosen, journal, (*extra_rules, *RULES), extra_remedies))
+        outcome = work(Runner(Repair(subject, chosen, journal, (*extra_rules, *RULES), extra_remedies)))
     remember(learn, outcome, subject.setting)
     return outcome
 
@@ -205,14 +206,14 @@ def examine(
 ) -> tuple[Evidence, Diagnosis]:
     """What `diagnose` does, returning the evidence too."""
     from autoprec.audit.journal import Journal, new_run_id
-    from autoprec.runner import Runner
+    from autoprec.repair import Repair
     from autoprec.snapshot import preserved
 
     chosen = load_policy(policy)
     subject, cbs = _subject(learn, epochs, lr, schedule, chosen, emulate_cuda, seed, fit_kwargs)
     journal = Journal(os.devnull if audit is None else audit, new_run_id())
     with journal, preserved(learn), _Seeded(seed), _added(learn, cbs):
-        return Runner(subject, chosen, journal, (*extra_rules, *RULES)).look()
+        return Repair(subject, chosen, journal, (*extra_rules, *RULES)).look()
 
 
 def _subject(

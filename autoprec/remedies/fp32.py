@@ -6,6 +6,7 @@ Costs        the most: about twice the time and memory of a 16-bit run on a GPU 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoprec.outcome import Change
@@ -38,5 +39,5 @@ def switch(subject: Subject, remedy: str, to: Setting) -> Change:
     """Change the precision of the run; what it was is held under the remedy's name."""
     before = subject.setting
     subject.held[remedy] = before
-    subject.setting = to
+    subject.setting = replace(to, skip_nonfinite=before.skip_nonfinite)  # no matter of precision
     return Change(remedy=remedy, what="precision", before=before.precision, after=to.precision)

@@ -36,9 +36,9 @@ def collected(*batches: Any, limit: int = 100, names: tuple[str, ...] = ()) -> D
 def targets(*batches: tuple[Any, Any], loss: Any, limit: int = 100) -> tuple[DataSample, list[str | None]]:
     """What is said of (prediction, target) pairs, and which batches are refused."""
     collector, refused = DataCollector(limit), []
-    for pred, yb in batches:
+    for pred, target in batches:
         collector.inputs((torch.zeros(1),))
-        yb = yb if isinstance(yb, tuple) else (yb,)
+        yb = target if isinstance(target, tuple) else (target,)
         refused.append(collector.targets(SimpleNamespace(pred=pred, yb=yb, loss_func=loss)))  # type: ignore[arg-type]
     return collector.sample(), refused
 
