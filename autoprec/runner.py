@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoprec.audit.events import Failed, FitFinished, FitStarted, Note, Plan, RunStarted
@@ -107,6 +107,7 @@ class Runner:
         learn, setting = self.subject.learn, self.subject.setting
         if not setting.stock:
             setting = Setting("fp32")
+        setting = replace(setting, skip_nonfinite=False)  # nothing that a callback carries
         callbacks, now = carried(learn)
         if (len(callbacks) == 1 and now == setting) or (not callbacks and setting.precision == "fp32"):
             return

@@ -1,28 +1,28 @@
 """A patch-attention net on scikit-learn's digits, whose pixels of 0 to 255 nobody normalized.
 
-In fp16 the products of queries and keys leave half's range: stock `to_fp16()` trains nothing. Run it anywhere:
-python examples/digits.py
+In fp16 the products of queries and keys leave half's range: stock `to_fp16()` trains nothing.
 """
 
 import torch
-from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, accuracy, set_seed
-from fastai.callback.fp16 import *  # noqa: F403  # to_fp16
+from fastai.vision.all import CrossEntropyLossFlat, DataLoaders, Learner, accuracy, set_seed
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import autoprec
 
 
 class PatchAttention(nn.Module):
+    """One attention layer over patches of 2 by 2 pixels."""
+
     def __init__(self, dim: int = 96) -> None:
         super().__init__()
         self.patches, self.embed, self.qkv = nn.Unfold(2, stride=2), nn.Linear(4, dim), nn.Linear(dim, 3 * dim)
         self.norm, self.head = nn.LayerNorm(dim), nn.Sequential(nn.Linear(16 * dim, 64), nn.GELU(), nn.Linear(64, 10))
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.embed(self.patches(images).transpose(1, 2))
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
+    def forward(self, images: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        q, k, v = self.qkv(x := self.embed(self.patches(images).transpose(1, 2))).chunk(3, dim=-1)
         attention = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(dim=-1)
         return self.head(self.norm(x + attention @ v).flatten(1))
 
@@ -31,7 +31,7 @@ set_seed(0)
 digits = load_digits()
 images, labels = torch.tensor(digits.images * 255 / 16)[:, None].float(), torch.tensor(digits.target)
 x, x_valid, y, y_valid = train_test_split(images, labels, test_size=0.2, random_state=0)
-dls = DataLoaders.from_dsets(list(zip(x, y, strict=True)), list(zip(x_valid, y_valid, strict=True)), bs=64)
+dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x_valid, y_valid), bs=64)
 learn = Learner(dls, PatchAttention(), CrossEntropyLossFlat(), metrics=accuracy).to_fp16()
 
 learn = autoprec.fit_safely(learn, 6, 4e-3, emulate_cuda=True, audit="digits.jsonl", seed=0)

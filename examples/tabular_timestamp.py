@@ -1,11 +1,18 @@
 """A table with a timestamp in seconds among its columns, and no Normalize among its procs.
 
-The net's first layer leaves half's range: stock `to_fp16()` trains nothing. Run it anywhere:
-python examples/tabular_timestamp.py
+The net's first layer leaves half's range: stock `to_fp16()` trains nothing.
 """
 
 import numpy as np
-from fastai.tabular.all import *  # noqa: F403
+from fastai.tabular.all import (
+    CategoryBlock,
+    FillMissing,
+    TabularDataLoaders,
+    accuracy,
+    set_seed,
+    tabular_config,
+    tabular_learner,
+)
 from sklearn.datasets import load_breast_cancer
 
 import autoprec

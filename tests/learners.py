@@ -80,9 +80,16 @@ def seed_all(seed: int = 0) -> None:
     torch.manual_seed(seed)
 
 
+class Rows(TensorDataset):
+    """Rows of tensors that `Learner.export` can empty."""
+
+    def new_empty(self) -> Rows:
+        return Rows(*[t[:0] for t in self.tensors])
+
+
 def loaders(*tensors: torch.Tensor, bs: int = BS, valid: int = 32, shuffle: bool = False) -> DataLoaders:
     """Loaders over plain tensors; the last `valid` rows are the validation set."""
-    train, held = TensorDataset(*[t[:-valid] for t in tensors]), TensorDataset(*[t[-valid:] for t in tensors])
+    train, held = Rows(*[t[:-valid] for t in tensors]), Rows(*[t[-valid:] for t in tensors])
     dls = DataLoaders(DataLoader(train, bs=bs, shuffle=shuffle), DataLoader(held, bs=bs))
     dls.device = torch.device("cpu")
     return dls

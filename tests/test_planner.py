@@ -35,7 +35,7 @@ def walked(p: Policy, known: Any = REMEDIES) -> list[tuple[str, dict[str, Any]]]
         pytest.param(["fp32", "bf16"], {}, [("fp32", {}), ("bf16", {})], id="in the policy's order"),
         pytest.param([], {}, [], id="empty"),
         pytest.param(
-            ["lower_lr"], {}, [("lower_lr", {"factors": (0.1,)}), ("lower_lr", {"factors": (0.01,)})],
+            ["lower_lr"], {}, [("lower_lr", {"factors": (f,)}) for f in (0.3, 0.1, 0.03, 0.01)],
             id="one per factor",
         ),
         pytest.param(

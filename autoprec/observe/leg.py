@@ -272,6 +272,7 @@ class _Ledger(Callback):
             )
         )
         if not run.skipped and not math.isfinite(largest(floating(list(self.model.parameters())))):
+            run.replay = None  # the optimizer made it, and the weights before it are gone
             run.fail(
                 Failure(step=len(run.steps) - 1, where="weight", names=nonfinite_names(self.model.named_parameters()))
             )

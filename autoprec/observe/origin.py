@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Replay", "place_at", "place_of_exception", "trace", "watch"]
 
 _HERE = str(Path(__file__).resolve().parent.parent)
+_DEMO = str(Path(_HERE) / "demo.py")  # its model stands for a user's
 _LIBRARIES = tuple(
     str(Path(p).resolve()) + os.sep for p in (*torch.__path__, *fastai.__path__, *fastcore.__path__, _HERE)
 )
@@ -323,7 +324,8 @@ def _is_library(file: str) -> bool:
     """Whether a file is torch's, fastai's, ours, or no file at all; a notebook's cells have names of their own."""
     if file.startswith("<"):
         return not file.startswith("<ipython-input")
-    return file.startswith(_LIBRARIES) or Path(file).resolve().as_posix().startswith(_LIBRARIES)
+    resolved = str(Path(file).resolve())
+    return resolved != _DEMO and (file.startswith(_LIBRARIES) or resolved.startswith(_LIBRARIES))
 
 
 def _user_frame(frame: FrameType | None) -> Place:

@@ -30,6 +30,10 @@ class LowerLr(Remedy[Settings]):
         lowest = self._peak(evidence) * settings.factors[0]
         if lowest < settings.floor:
             return f"the lr would be {lowest:.3g}, below the policy's floor of {settings.floor:g}"
+        failed = [g for g in evidence.legs.values() if g.spec.precision == "fp32" and g.failure is not None]
+        too_high = [g.spec.lr_factor for g in failed if g.spec.lr_factor < 1]
+        if too_high and settings.factors[0] >= min(too_high):
+            return f"fp32 fails at {min(too_high):g} of the lr already"
         return None
 
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:

@@ -85,7 +85,7 @@ class NormalizeInputs(Remedy[Settings]):
 
         loaders = subject.learn.dls.loaders
         procs = loaders[0].dataset.procs
-        undo: list[tuple[Any, str, Any]] = [(dl.dataset, "items", dl.dataset.items.copy()) for dl in loaders]
+        undo: list[tuple[Any, str, Any]] = [(dl.dataset, "items", dl.dataset.items) for dl in loaders]
         undo += [(dl.dataset.procs, "fs", dl.dataset.procs.fs) for dl in loaders]
         proc = TabularNormalize()
         for dl in loaders:
