@@ -27,6 +27,7 @@ __all__ = [
     "Leg",
     "LegSpec",
     "Misuse",
+    "ModuleDrift",
     "ModuleHeadroom",
     "Operation",
     "Origin",
@@ -343,6 +344,15 @@ class Hidden(Noun):
     """None: every value of the forward pass and the loss was finite wherever fp32's is."""
 
 
+class ModuleDrift(Noun):
+    """How far one module's values are from fp32's."""
+
+    name: str
+    """Dotted path; "" is the model itself, "(loss)" the loss function."""
+    error: float
+    """Largest error over the module's own ops, in units of the value's deviation from sample to sample."""
+
+
 class Drift(Noun):
     """Where finite 16-bit values first leave fp32's by more than a share of their variation."""
 
@@ -358,6 +368,8 @@ class Drift(Noun):
     largest: float
     """Largest such error over all ops."""
     ops_compared: int
+    modules: tuple[ModuleDrift, ...] = ()
+    """The worst first."""
 
 
 class Comparison(Noun):

@@ -445,14 +445,17 @@ KINDS: dict[str, Kind] = {
     "feed_forward": Kind(feed_forward, "forward_overflow", "repaired", below=1.3, remedies=("keep_modules_fp32",)),
     "gram": Kind(gram, "loss_overflow", "repaired", lr=0.02, below=0.6, remedies=("loss_fp32",)),
     "tiny_epsilon": Kind(tiny_epsilon, "loss_underflow", "repaired", below=0.6, remedies=("loss_fp32",)),
-    "hand_norm": Kind(
-        hand_norm, "gradient_overflow", "repaired", lr=0.003, below=1.0, remedies=("keep_modules_fp32",)
-    ),
+    "hand_norm": Kind(hand_norm, "gradient_overflow", "repaired", lr=0.003, below=1.0, remedies=("keep_modules_fp32",)),
     "summed_loss": Kind(summed_loss, "skipped_steps", "repaired", lr=0.03, below=1.1e5, remedies=("carry_scale",)),
     "static_scale": Kind(
-        static_scale, "gradient_underflow", "repaired", lr=2e-6, below=2e-9, remedies=("init_scale",),
+        static_scale,
+        "gradient_underflow",
+        "repaired",
+        lr=2e-6,
+        below=2e-9,
+        remedies=("init_scale",),
         scaler={"init_scale": 1.0, "growth_interval": 1_000_000_000},
-    ),  # fmt: skip
+    ),
     "offset": Kind(offset, "precision_loss", "repaired", below=0.3, remedies=("keep_modules_fp32",)),
     "raw_inputs": Kind(raw_inputs, "unnormalized_inputs", "repaired", below=0.8, remedies=("normalize_inputs",)),
     "half_model": Kind(half_model, "half_precision_weights", "repaired", below=1.0, remedies=("master_weights",)),
@@ -460,7 +463,9 @@ KINDS: dict[str, Kind] = {
         two_callbacks, "duplicate_precision_callbacks", "repaired", below=1.0, remedies=("one_precision_callback",)
     ),
     "masked": Kind(masked, "autocast_dtype_error", "repaired", below=1.0, remedies=("keep_modules_fp32",)),
-    "double_unscale": Kind(double_unscale, "scaler_misuse", "repaired", "bf16", lr=0.003, below=0.9, remedies=("bf16",)),
+    "double_unscale": Kind(
+        double_unscale, "scaler_misuse", "repaired", "bf16", lr=0.003, below=0.9, remedies=("bf16",)
+    ),
     "high_lr": Kind(high_lr, "lr_divergence", "repaired", lr=3.0, below=0.5, remedies=("lower_lr",)),
     "nan_rows": _user(nan_rows, "nonfinite_data"),
     "ignored_targets": _user(ignored_targets, "invalid_targets"),
@@ -527,4 +532,3 @@ def stock_fp16_on_cpu() -> Any:
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(module, name, value)
-

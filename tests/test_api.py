@@ -16,7 +16,8 @@ from fastai.callback.mixup import MixUp
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from learners import same_state, set_seed, state_of
+from fastai.torch_core import set_seed
+from learners import same_state, state_of
 from torch import nn
 
 import autoprec
@@ -130,7 +131,9 @@ def test_with_and_without_a_seed(seed, audit):
 @pytest.mark.parametrize("where", ["own", "fit"])
 @pytest.mark.parametrize("kind", ["accumulation", "mixup", "clip"])
 def test_with_the_users_callbacks(kind, where, fp16, audit):
-    make = {"accumulation": lambda: [GradientAccumulation(32)], "mixup": lambda: [MixUp(0.4)]}.get(kind, lambda: [GradientClip()])
+    make = {"accumulation": lambda: [GradientAccumulation(32)], "mixup": lambda: [MixUp(0.4)]}.get(
+        kind, lambda: [GradientClip()]
+    )
     kwargs = {"own": make} if where == "own" else {"fit": lambda: {"cbs": make()}}
     assert both(audit, fp16=fp16, schedule="fit", **kwargs) == []
 
@@ -353,7 +356,7 @@ def test_callbacks_of_the_fit_are_gone_afterwards_whatever_came_of_it(audit):
 
 
 def test_the_learner_recalls_its_outcome_and_holds_nothing_of_ours(audit):
-    for name in ("mlp", "attention", "gram", "static_scale"):
+    for name in ("mlp", "attention"):
         kind = learners.KINDS[name]
         learn = kind.learner()
         attributes = set(vars(learn))

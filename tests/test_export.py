@@ -23,10 +23,8 @@ NAMES = {
     "mlp": ("healthy", "fp16", ()),
     "double_unscale": ("repaired", "bf16", ("bf16",)),
     "attention": ("repaired", "fp16", ("keep_modules_fp32",)),
-    "feed_forward": ("repaired", "fp16", ("keep_modules_fp32",)),
     "gram": ("repaired", "fp16", ("loss_fp32",)),
     "raw_inputs": ("repaired", "fp16", ("normalize_inputs",)),
-    "high_lr": ("repaired", "fp16", ("lower_lr",)),
 }
 
 ELSEWHERE = """
@@ -60,6 +58,8 @@ assert "autoprec" not in sys.modules
 def folder(tmp_path_factory):
     """Every learner trained, exported, and asked for predictions here and in a process without autoprec."""
     folder = tmp_path_factory.mktemp("exports")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as there: sums in another order differ in their last bits
     for name, (result, precision, remedies) in NAMES.items():
         kind = KINDS[name]
         learn = kind.learner()
@@ -81,12 +81,13 @@ def folder(tmp_path_factory):
         [sys.executable, "-c", ELSEWHERE, str(folder)], env=environment, cwd=folder, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
+    torch.set_num_threads(threads)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_the_other_process_really_has_no_autoprec():
-    code = ELSEWHERE.split("import torch")[0] + "import autoprec"
+    code = ELSEWHERE.split("import torch", maxsplit=1)[0] + "import autoprec"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert "autoprec is not installed here" in done.stderr
 

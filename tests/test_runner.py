@@ -196,7 +196,7 @@ def test_diagnose_only_names_and_changes_nothing(name, audit):
         ("attention", ["init_scale", "clip_gradients", "loss_fp32"]),
         ("masked", ["loss_fp32", "one_precision_callback"]),
         ("gram", ["keep_modules_fp32", "clip_gradients", "normalize_inputs", "lower_lr"]),
-        ("hand_norm", ["normalize_inputs", "lower_lr", "loss_fp32", "init_scale"]),
+        ("hand_norm", ["normalize_inputs", "loss_fp32"]),
         ("log_of_zero", ["fp32"]),
     ],
 )
@@ -372,6 +372,39 @@ def test_an_exception_in_the_fit_that_finds_ruined_weights_goes_back_to_the_star
         autoprec.run(learn, 2, 1e-2, schedule="fit", emulate_cuda=True, audit=audit, cbs=[Ruins()])
     assert same_state(before, state_of(learn)) == []
     assert "before the fit" in autoprec.read_audit(audit).events[-1].payload["message"]
+
+
+class InterruptsTheFit(Callback):
+    """Ctrl-C at the 20th batch of the real fit, which it knows by autoprec's own watcher."""
+
+    order = 30  # between MixedPrecision's two ends
+
+    def after_pred(self):
+        if (
+            self.training
+            and self.learn.train_iter == 20
+            and any(type(cb).__name__ == "FitWatch" for cb in self.learn.cbs)
+        ):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["attention", "gram", "double_unscale"])
+def test_an_interrupted_fit_takes_islands_and_emulation_along(name, audit):
+    kind = KINDS[name]
+    learn = kind.learner()
+    before, cbs = state_of(learn), list(learn.cbs)
+    with pytest.raises(KeyboardInterrupt):
+        go(kind, learn, audit, cbs=[InterruptsTheFit()])
+    assert events(audit)[-2:] == ["fit_started", "failed"]
+    assert same_state(before, state_of(learn)) != []
+    assert finite(learn)
+    assert list(learn.cbs) == cbs
+    assert not [h for m in learn.model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
+    seen = []
+    learn.to_fp32()
+    with _noting_predictions(seen) as cb:
+        learn.fit(1, kind.lr, cbs=cb)
+    assert set(seen) == {torch.float32}
 
 
 class StopsAt(Callback):

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.evidence import Drift, Precision
+from autoprec.evidence import Drift, ModuleDrift, Precision
 from autoprec.observe.origin import Replay, watch
 from autoprec.observe.tensors import floating
 
 __all__ = ["find_drift"]
 
 _KEPT = 64
+_MODULES = 64
 _LEAST_VARIATION = 1e-12
 """Relative to its size: a constant has no signal to lose."""
 
@@ -53,7 +54,8 @@ def find_drift(replay: Replay, precision: Precision, limit: float) -> Drift:
         The drift: its place is None if no op passes the limit; `largest` says how far the worst one went.
     """
     exact = {key: (seen, sample) for key, seen, sample in _outputs(replay, "fp32")}
-    first, largest = None, 0.0
+    first: tuple[Any, float, Tensor] | None = None
+    worst: dict[str, float] = {}
     # A rounding that follows an op under emulation has the op's own key: the last sighting counts.
     rounded = {key: sample for key, _, sample in _outputs(replay, precision)}
     watched = 0
@@ -63,11 +65,15 @@ def find_drift(replay: Replay, precision: Precision, limit: float) -> Drift:
         watched += 1
         seen, reference = exact[key]
         error = _error(sample, reference)
-        largest = max(largest, error)
+        module = "(loss)" if seen.phase == "loss" else seen.place.module or ""
+        worst[module] = max(worst.get(module, 0.0), error)
         if error > limit and first is None:
             first = (seen, error, reference)
+    largest = max(worst.values(), default=0.0)
+    ranked = sorted(worst.items(), key=lambda item: -item[1])[:_MODULES]
+    modules = tuple(ModuleDrift(name=name, error=error) for name, error in ranked)
     if first is None:
-        return Drift(largest=largest, ops_compared=watched)
+        return Drift(largest=largest, ops_compared=watched, modules=modules)
     seen, error, reference = first
     return Drift(
         place=seen.place,
@@ -77,6 +83,7 @@ def find_drift(replay: Replay, precision: Precision, limit: float) -> Drift:
         variation=_variation(reference),
         largest=largest,
         ops_compared=watched,
+        modules=modules,
     )
 
 

@@ -174,8 +174,9 @@ class _Ends(Callback):
                 with torch.no_grad():
                     run.trace()
             return
-        run.loss = float(self.learn.loss_grad.detach().float().mean())
-        if math.isfinite(run.loss):
+        # loss_grad is what the step uses: a callback may have added to it, or divided it to accumulate.
+        run.loss = float(self.learn.loss.detach().float().mean())
+        if math.isfinite(run.loss) and all_finite(self.learn.loss_grad):
             return
         run.poisoned = nonfinite_names(self.model.named_buffers())
         where: Any = "prediction" if run.bad_prediction else "loss"

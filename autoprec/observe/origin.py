@@ -21,7 +21,7 @@ import os
 import random
 import re
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -66,6 +66,9 @@ _CASTS = re.compile(
 # They write without reading what was there.
 _OVERWRITES = re.compile(r"aten\.(copy_|fill_|zero_|uniform_|normal_|bernoulli_|random_|exponential_)$")
 _DIVISIONS = {"aten.div", "aten.div_", "aten.true_divide"}
+# They update running statistics in place, which their schema does not say.
+_STATISTICS = re.compile(r"aten\.\w*batch_norm(?!\w*backward)")
+_RUNNING = {"running_mean", "running_var"}
 _MOST_CANDIDATES = 64
 
 
@@ -169,6 +172,7 @@ class _Seen:
     out: Any = None
     fills: bool = False
     half: str | None = None
+    called: str | None = None
     sizes: Operation | None = None
 
     def measured(self) -> _Seen:
@@ -232,7 +236,7 @@ class _Watcher(TorchDispatchMode):
     stack: list[int] = field(default_factory=list)
     counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     made_by: dict[int, Place] = field(default_factory=dict)
-    last_compute: _Seen | None = None
+    recent: deque[_Seen] = field(default_factory=lambda: deque(maxlen=4))
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -244,13 +248,14 @@ class _Watcher(TorchDispatchMode):
         self.watched += 1
         if _NOT_MAKERS.match(name):
             return out
-        seen = self._seen(name, read, out)
+        made = _made(name, args, out)
+        seen = self._seen(name, read, made)
         if self.note is not None:
             self.note(seen, out)
         elif self.wanted is not None:
             if seen.key in self.wanted and seen.key not in self.found:
                 self.found[seen.key] = seen.copy().measured()
-        elif len(self.candidates) < _MOST_CANDIDATES and _makes(floating(seen.args), floating(out)):
+        elif len(self.candidates) < _MOST_CANDIDATES and _makes(floating(read), floating(made)):
             seen.fills = bool(_FILLS.match(seen.op))
             self.candidates.append(seen.copy().measured())
         return out
@@ -258,22 +263,23 @@ class _Watcher(TorchDispatchMode):
     def _seen(self, name: str, args: Any, out: Any) -> _Seen:
         place, is_cast = self._place(), bool(_CASTS.match(name))
         op, called = name, emulation.current_op() if self.phase != "backward" else None
-        if is_cast and self.last_compute is not None and self.last_compute.place == place:
+        if is_cast and (called is not None or self.phase == "backward"):
             # Emulated half arithmetic computes in fp32 and rounds: what overflows in the rounding is the op before.
-            before = self.last_compute
-            if self.phase == "backward" or called is not None:
-                return _Seen(before.key, self.phase, place, before.op, before.args, out, half=before.half)
+            for before in reversed(self.recent):
+                if (before.place, before.called) == (place, called) and _share_memory(args, before.out):
+                    return _Seen(before.key, self.phase, place, before.op, before.args, out, half=before.half)
         if is_cast and called is not None:
             # The operand itself does not fit: named after the op that it was cast for.
             op = f"aten.{called.removeprefix('aten::').partition('.')[0]}"
         identity = (self.phase, place.file, place.line, place.module, op)
         if not is_cast:
             self.counts[identity] += 1
-        seen = _Seen((*identity, self.counts[identity]), self.phase, place, op, args, out)
+        seen = _Seen((*identity, self.counts[identity]), self.phase, place, op, args, out, called=called)
         if not is_cast:
             if emulation.CUDA_OP_POLICY.get(called or "") == "low_precision":
                 seen.half = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
-            self.last_compute = seen
+            # Autograd's node of a linear layer makes three products before the first is rounded.
+            self.recent.append(seen)
         return seen
 
     def _place(self) -> Place:
@@ -296,9 +302,11 @@ class _Watcher(TorchDispatchMode):
 def _inputs(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """The op's inputs as they are before it runs: what an op in place will overwrite is copied."""
     schema = func._schema  # noqa: SLF001  # torch shows it under no public name
-    if not schema.is_mutable:
+    statistics = bool(_STATISTICS.match(name))
+    if not schema.is_mutable and not statistics:
         return args, kwargs
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    written |= _RUNNING if statistics else set()
     targets = [a for a, spec in zip(args, schema.arguments, strict=False) if spec.name in written]
     memory = {t.data_ptr() for t in targets if isinstance(t, Tensor)}
     # Only an op on one tensor (h += h) reads the same memory as another argument of its own.
@@ -308,6 +316,16 @@ def _inputs(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         for a in args
     ]
     return kept, {k: v for k, v in kwargs.items() if k not in written}
+
+
+def _made(name: str, args: Any, out: Any) -> Any:
+    """The op's outputs, running statistics included."""
+    return (out, args[3:5]) if _STATISTICS.match(name) else out
+
+
+def _share_memory(a: Any, b: Any) -> bool:
+    theirs = {t.data_ptr() for t in floating(b)}
+    return any(t.data_ptr() in theirs for t in floating(a))
 
 
 def _makes(read: list[Tensor], made: list[Tensor]) -> bool:

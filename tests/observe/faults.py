@@ -187,6 +187,90 @@ def power(h: Tensor) -> Tensor:
     return h * h  # here: function
 
 
+class Loop(nn.Module):
+    """One line over and over: 300 doubled eight times is 76800."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = square(2, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(10):
+            h = h + h  # here: loop
+        return h
+
+
+class Listed(nn.Module):
+    """Ten layers on one line, each doubling: 300 is 76800 after the eighth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(square(2, 1.0) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)  # here: listed
+        return x
+
+
+class Attends(nn.Module):
+    """torch's attention: queries and keys of 800, whose product over two channels is 2 x 800 x 800 / sqrt(2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = constant(nn.MultiheadAttention(4, 2, batch_first=True), 10.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=True)[0]  # here: attends
+
+
+class Encodes(nn.Module):
+    """torch's encoder with a padding mask, which becomes -inf; its second layer overflows in `linear2`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        constant(self.encoder.layers[1].linear1, 0.0).bias.data.fill_(1.0)
+        constant(self.encoder.layers[1].linear2, 1e4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pad = torch.zeros(x.shape[:2], dtype=torch.bool)
+        pad[:, -1] = True
+        return self.encoder(x, src_key_padding_mask=pad)  # here: encodes
+
+
+class Operand(nn.Module):
+    """A constant of 1e6, which is no half, made on the line that uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = square(2, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return torch.matmul(h, torch.full((2, 2), 1e6))  # here: operand
+
+
+def hooked() -> nn.Module:
+    """A hook of the user's."""
+    layer = square(2, 0.5)
+    layer.register_forward_hook(lambda _module, _args, out: out * 300)  # here: hook
+    return layer
+
+
+class Statistics(nn.Module):
+    """A variance past float32: the output is finite, and the running variance infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(2), square(2, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))  # here: statistics
+
+
 class Twice(nn.Module):
     """One module used twice: 2 x 50 x 30 = 3000, then 2 x 3000 x 30 = 180000."""
 
@@ -374,6 +458,19 @@ class DividesBy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         return h / self.divisor  # here: divides
+
+
+class Grows(nn.Module):
+    """The gradient of the last output is 64 x 1000; of its input 2 x 4 times that, of its weight the half of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = square(2, 1.0), square(2, 4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.last(h)  # here: grows
+        return h * 1000
 
 
 class Scales(nn.Module):

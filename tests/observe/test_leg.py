@@ -13,7 +13,7 @@ from typing import Any
 import fits
 import pytest
 import torch
-from faults import RootAtZero, constant, square
+from faults import constant, square
 from fits import BS, Recording, classified, fitted, leg, seed_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -279,15 +279,14 @@ class FromBatchLoss(nn.Module):
 
 
 class Roots(nn.Module):
-    """In batch `AT` every input is 0, and the gradient of its root infinite."""
+    """Where every input is 0 the gradient of the root is infinite."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.root, self.head = RootAtZero(), square(2, 0.1)
-        self.root.first = constant(nn.Linear(2, 2, bias=False), 0.5)
+        self.first, self.head = constant(nn.Linear(2, 2, bias=False), 0.5), square(2, 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.root(x))
+        return self.head(self.first(x).sqrt())
 
 
 def squared(pred: Tensor, target: Tensor) -> Tensor:
@@ -345,12 +344,12 @@ STOPS = {
         source="return loss / 0 if self.calls > AT else loss",
     ),
     "gradient": Stop(
-        root_of_zero, "gradient", ("root.first.weight",), taken=AT + 1, op="aten.div",
-        source="return h.sqrt()  # here: root",
+        root_of_zero, "gradient", ("first.weight",), op="aten.div",
+        source="return self.head(self.first(x).sqrt())",
     ),
     "gradient in bf16": Stop(
-        root_of_zero, "gradient", ("root.first.weight",), taken=AT + 1, op="aten.div",
-        source="return h.sqrt()  # here: root", precision="bf16",
+        root_of_zero, "gradient", ("first.weight",), op="aten.div",
+        source="return self.head(self.first(x).sqrt())", precision="bf16",
     ),
     "weight": Stop(too_fast, "weight", ("0.weight", "0.bias"), step=0, taken=1, lr=1e38),
     "buffer": Stop(
@@ -469,6 +468,20 @@ def test_batches_that_only_accumulate_are_no_steps() -> None:
         (F.cross_entropy(model(x[i * BS : (i + 1) * BS]), y[i * BS : (i + 1) * BS]) / 2).backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
     assert found.steps[0].grad_norm == pytest.approx(norm, rel=1e-5)
+    # The loss is that of the batch, not the part of it that is accumulated.
+    with torch.no_grad():
+        assert found.steps[0].loss == pytest.approx(float(F.cross_entropy(linear()(x[BS : 2 * BS]), y[BS : 2 * BS])))
+
+
+def test_part_of_the_loss_that_a_callback_adds_is_seen() -> None:
+    class Penalty(Callback):
+        def after_loss(self) -> None:
+            if self.training:
+                self.learn.loss_grad += self.pred.sum() * (INF if self.iter == AT else 0.0)
+
+    found = leg(fitted(*classified(), cbs=[Penalty()]), 10)
+    assert found.failure is not None
+    assert (found.failure.where, found.failure.step) == ("loss", AT)
 
 
 def test_accumulation_under_a_scaler_skips_only_what_the_scaler_skips() -> None:

@@ -91,6 +91,23 @@ FORWARD = {
         faults.norm, ones(1, 2, value=150.0), "aten.mul", "1.0", "norm", 90000, half([1, 2], [1, 2]), 300
     ),
     "twice": Case(faults.Twice, ones(1, 2, value=50.0), "aten.addmm", "shared", "twice", 180000, input_max=3000),
+    "loop": Case(faults.Loop, ones(1, 2, value=300.0), "aten.add", "", "loop", 76800, half([1, 2], [1, 2]), 38400),
+    "listed": Case(faults.Listed, ones(1, 2, value=300.0), "aten.addmm", "layers.7", "listed", 76800, input_max=38400),
+    "attends": Case(
+        faults.Attends, ones(1, 3, 4, value=20.0), "aten.bmm", "attention", "attends", 2 * 800**2 / math.sqrt(2),
+        half([2, 3, 2], [2, 2, 3]), 800,
+    ),
+    "encodes": Case(
+        faults.Encodes, torch.linspace(-1, 1, 40).reshape(2, 5, 4), "aten.addmm", "encoder.layers.1.linear2", "encodes",
+        80000, half([4], [10, 8], [8, 4]), 10000,
+    ),
+    "hook": Case(faults.hooked, X300, "aten.mul", "", "hook", 90000, half([2, 2]), 300),
+    # A constant that does not fit: named after the op that half is wanted for; fp32 has no such cast.
+    "operand": Case(faults.Operand, X300, "aten.matmul", "", "operand", None, ("float32[2, 2]",), 1e6),
+    "statistics": Case(
+        faults.Statistics, torch.tensor([[-(2.0**83), 0.0], [2.0**83, 0.0]]), "aten.native_batch_norm", "norm", "statistics",
+        None, input_max=2.0**83, precision="fp32",
+    ),
     # In a forward that belongs to no submodule.
     "bmm": in_forward("bmm", "aten.bmm", 180000, *half([2, 1, 2], [2, 2, 1])),
     "einsum": in_forward("einsum", "aten.bmm", 180000, *half([2, 1, 2], [2, 2, 1])),
@@ -182,6 +199,10 @@ BACKWARD = {
         lambda: nn.Sequential(nn.Identity(), faults.Scales(1e-4), faults.HandNorm(), faults.square(2, 1.0)),
         torch.tensor([[1.0, 3.0]]), "aten.mul", "2", "hand_norm", 32e-4 / (math.sqrt(2) * 1e-4 + 1e-6) ** 2,
         half([1, 2], [1, 2]), phase="backward", loss=summed, scale=16.0,
+    ),
+    "grows": Case(
+        faults.Grows, ones(1, 2, value=0.25), "aten.mm", "last", "grows", 2 * 4 * 64000.0, phase="backward", loss=summed,
+        scale=64.0, input_max=64000.0,
     ),
     "custom_backward": Case(
         lambda: faults.ThroughFunction(faults.GrowsBackward), ones(1, 2), "aten.mul", "", "custom_backward", 128000.0,

@@ -193,8 +193,8 @@ def images(transforms=()):
     pixels = rng.integers(0, 256, (48, 3, 6, 6)) * np.array([1.0, 0.5, 0.2])[None, :, None, None]
     items = [(TensorImage(torch.tensor(p, dtype=torch.float32)), i % 2) for i, p in enumerate(pixels)]
     dls = DataLoaders.from_dsets(
-        items[:32], items[32:], bs=8, shuffle=False, after_batch=[*transforms], device=torch.device("cpu"), num_workers=0
-    )  # fmt: skip
+        items[:32], items[32:], bs=8, shuffle=False, after_batch=[*transforms], device="cpu", num_workers=0
+    )
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(32, 2))
     return learners.quiet(dls, model), pixels[:32].astype(np.float32).astype(float), pixels[32:]
 
@@ -213,7 +213,7 @@ def test_images_get_fastais_own_normalize():
 
 
 def test_the_transform_stands_last_and_sees_what_the_others_made():
-    learn, train, _ = images([Dihedral(p=0.0), IntToFloatTensor()])
+    learn, *_ = images([Dihedral(p=0.0), IntToFloatTensor()])
     before = [type(t).__name__ for t in learn.dls.train.after_batch.fs]
     subject, change = apply(learn)
     after = [type(t).__name__ for t in learn.dls.train.after_batch.fs]
@@ -292,7 +292,9 @@ def test_new_rows_of_a_table_are_normalized_like_the_training_rows():
 
 def test_undo_of_a_table():
     learn, _ = table()
-    before = [(conts(dl).copy(), list(dl.dataset.procs.fs), dl.dataset.items.dtypes.to_dict()) for dl in learn.dls.loaders]
+    before = [
+        (conts(dl).copy(), list(dl.dataset.procs.fs), dl.dataset.items.dtypes.to_dict()) for dl in learn.dls.loaders
+    ]
     frames = [dl.dataset.items for dl in learn.dls.loaders]
     mark = fingerprint(learn)
     subject, change = apply(learn)

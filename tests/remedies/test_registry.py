@@ -1,4 +1,4 @@
-"""Every remedy of the registry: it undoes itself exactly, describes its change as JSON, and says where it cannot help."""
+"""Every remedy of the registry: it undoes itself exactly, its change is JSON, and it says where it cannot help."""
 
 from __future__ import annotations
 
@@ -201,7 +201,9 @@ def settings_of(name, given):
 
 
 def subject_of(learn, setting=None, place=None):
-    return Subject(learn, FitPlan("fit", 1, slice(0.01, 0.1)), setting or Setting("fp16"), emulate_cuda=True, place=place)
+    return Subject(
+        learn, FitPlan("fit", 1, slice(0.01, 0.1)), setting or Setting("fp16"), emulate_cuda=True, place=place
+    )
 
 
 def test_every_remedy_has_a_scenario():
