@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PatchAttention", "main"]
 
-_EPOCHS, _LR = 6, 4e-3
+_EPOCHS, _LR = 8, 4e-3
 _TOLERANCE = 0.01  # of accuracy: one point, which is four of the 360 validation images
 _WIDEST = 100
 
@@ -82,6 +82,15 @@ def main() -> int:
     Returns:
         0 if the run was repaired and is as accurate as fp32 within one percentage point, else 1.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices as small as these take longer on two threads, much longer on a busy machine
+    try:
+        return _show()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _show() -> int:
     console = Console(highlight=False)
     console.width = min(console.width, _WIDEST)
     cuda = torch.cuda.is_available()

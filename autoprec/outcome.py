@@ -111,6 +111,19 @@ class Outcome(Noun):
         """A few lines for people: the result, the cause, the changes, what to do next."""
         return "\n".join(_explain(self))
 
+    __str__ = explain
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return "```text\n" + self.explain() + "\n```"
+
+
+def _said(value: Any) -> str:
+    """A setting as one says it: a list without brackets, nothing for None."""
+    if value is None:
+        return "nothing"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
 
 def _cause(primary: Finding) -> Iterable[str]:
     yield f"  found    {primary.mode}: {primary.because}"
@@ -128,7 +141,7 @@ def _explain(outcome: Outcome) -> Iterable[str]:
     if outcome.diagnosis.primary is not None:
         yield from _cause(outcome.diagnosis.primary)
     for change in outcome.changes:
-        yield f"  changed  {change.what}: {change.before} -> {change.after}"
+        yield f"  changed  {change.what}: {_said(change.before)} -> {_said(change.after)}"
         if change.needed:
             yield f"  needed   {change.needed}"
     for check in outcome.checks_not_run:

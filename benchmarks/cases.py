@@ -1,7 +1,7 @@
 """Run `autoprec.run` over a folder of failing learners and print what was found beside what should be.
 
     python benchmarks/cases.py FOLDER [NAME ...] [--seeds 0 1] [--policy default] [--jobs 2] [--json out.json]
-                               [--check-claims] [--controls] [--distance]
+                               [--init-scale 16777216] [--check-claims] [--controls] [--distance]
 
 A case is a Python file with `make_learner(seed)`; it may set LR, EPOCHS, SCALER_KW (arguments of to_fp16),
 HEALTHY_BELOW (the mean training loss of the last quarter of the steps below which a run counts as trained) and
@@ -387,14 +387,16 @@ def distance(case: Any, seed: int, row: dict[str, Any], outcome: Any) -> dict[st
 # ---- one job ----------------------------------------------------------------------------------------------------
 
 
-def one(job: tuple[Path, int, str, str, bool, bool, bool]) -> dict[str, Any]:
+def one(job: tuple[Path, int, str, str, bool, bool, bool, float | None]) -> dict[str, Any]:
     """Everything that was asked for on one case and seed."""
-    path, seed, policy, repair, check, controls, distances = job
+    path, seed, policy, repair, check, controls, distances, init_scale = job
     warnings.simplefilter("ignore")
     import torch
 
     torch.set_num_threads(1)
     case = load(path)
+    if init_scale is not None:
+        case.SCALER_KW = {**getattr(case, "SCALER_KW", {}), "init_scale": init_scale}
     row, outcome = repaired(path, case, seed, policy)
     known: dict[str, dict[str, Any]] = {}
     if check:
@@ -524,7 +526,7 @@ def against_controls(rows: list[dict[str, Any]], wanted: dict[str, Any]) -> None
     out = _table(
         "what a user can do", f"truly healthy of {len(curable)} curable", "of these in 16 bits",
         f"left alone of {len(healthy)} healthy", f"truly healthy of {len(healthy)} healthy",
-        f"called fine of {len(incurable)} incurable", "called fine, and are not", "full runs per case",
+        f"called fine of {len(incurable)} incurable", "called fine, and are not", "full runs per case", "crashed",
     )  # fmt: skip
 
     def line(name: str, pick: Any) -> None:
@@ -538,7 +540,8 @@ def against_controls(rows: list[dict[str, Any]], wanted: dict[str, Any]) -> None
             str(sum(pick(r).get("healthy", False) for r in healthy)),
             str(sum(pick(r).get("called_fine", False) for r in incurable)),
             str(len(wrong)),
-            f"{statistics.mean(pick(r).get('runs', math.nan) for r in rows):.2f}",
+            f"{statistics.mean(pick(r)['runs'] for r in rows if 'runs' in pick(r)):.2f}",
+            str(sum("runs" not in pick(r) for r in rows)),
         )
 
     for name in CONTROLS:
@@ -578,6 +581,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--lines", type=Path, default=Path(__file__).with_name("case_lines.yaml"), help="true lines")
+    parser.add_argument("--init-scale", type=float, help="the loss scale that each run begins with")
     parser.add_argument("--check-claims", action="store_true", help="score only seeds on which the case's claim holds")
     parser.add_argument("--controls", action="store_true", help="compare with what a user can do without autoprec")
     parser.add_argument("--distance", action="store_true", help="distance of the weights from an fp32 run's")
@@ -590,7 +594,7 @@ def main() -> int:
         paths = [p for p in paths if any(n in p.stem for n in args.names)]
     check = args.check_claims or args.controls
     jobs = [
-        (p, s, args.policy, wanted[p.stem]["repair"], check, args.controls, args.distance)
+        (p, s, args.policy, wanted[p.stem]["repair"], check, args.controls, args.distance, args.init_scale)
         for p in paths
         for s in args.seeds
     ]

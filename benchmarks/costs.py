@@ -4,8 +4,8 @@
 
 FOLDER holds cases as for `cases.py`; `--resnet-steps 0` leaves out the two ResNet-18 at 32 by 32 pixels, one healthy
 and one with a convolution that overflows. Everything runs on one core, in turn: in each repetition a plain fp32 fit, a
-plain fp16 fit and a diagnosis of each case, so that a busy machine slows them alike. A figure is a ratio within one
-repetition; the tables give medians over repetitions.
+plain fp16 fit and a diagnosis of each case. Times are CPU time of the process, so that others on the machine count for
+little. A figure is a ratio within one repetition; the tables give medians over repetitions.
 
 Three costs, each with its limit:
   probe      a healthy learner: the 16-bit leg and its fp32 twin, snapshots and restores included, per probe step;
@@ -34,7 +34,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,16 +65,16 @@ def clocks() -> Iterator[Clocks]:
     original, original_leg = origin.trace, gather.Gatherer._leg
 
     def trace(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             return original(*args, **kwargs)
         finally:
-            seen.traces.append(time.perf_counter() - started)
+            seen.traces.append(time.process_time() - started)
 
     def timed_leg(self: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
-        started, before = time.perf_counter(), sum(seen.traces)
+        started, before = time.process_time(), sum(seen.traces)
         result = original_leg(self, spec, *args, **kwargs)
-        seconds = time.perf_counter() - started - (sum(seen.traces) - before)
+        seconds = time.process_time() - started - (sum(seen.traces) - before)
         seen.legs.append((spec.precision, len(result.steps), seconds))
         return result
 
@@ -84,13 +83,13 @@ def clocks() -> Iterator[Clocks]:
         mock.patch.object(gradients, "trace", trace),
         mock.patch.object(gather.Gatherer, "_leg", timed_leg),
     ):
-        started = time.perf_counter()
+        started = time.process_time()
         yield seen
-        seen.total = time.perf_counter() - started
+        seen.total = time.process_time() - started
 
 
 def step_seconds(learn: Any, precision: str, case: Any) -> float:
-    """Median seconds from one batch to the next in a plain fit."""
+    """Mean seconds from one batch to the next in a plain fit, the first left out."""
     from fastai.callback.core import Callback
 
     from autoprec.precision import Setting, attached
@@ -103,7 +102,7 @@ def step_seconds(learn: Any, precision: str, case: Any) -> float:
 
         def after_batch(self) -> None:
             if self.training:
-                ends.append(time.perf_counter())
+                ends.append(time.process_time())
 
     setting = Setting(precision, getattr(case, "SCALER_KW", {}))
     try:
@@ -111,7 +110,7 @@ def step_seconds(learn: Any, precision: str, case: Any) -> float:
             learn.fit(1, case.LR, cbs=Ticks())
     finally:
         release_autocast()
-    return statistics.median(b - a for a, b in pairwise(ends))
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def measure(case: Any, seed: int) -> dict[str, Any]:

@@ -34,5 +34,5 @@ x, x_valid, y, y_valid = train_test_split(images, labels, test_size=0.2, random_
 dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x_valid, y_valid), bs=64)
 learn = Learner(dls, PatchAttention(), CrossEntropyLossFlat(), metrics=accuracy).to_fp16()
 
-learn = autoprec.fit_safely(learn, 6, 4e-3, emulate_cuda=True, audit="digits.jsonl", seed=0)
+learn = autoprec.fit_safely(learn, 8, 4e-3, emulate_cuda=True, audit="digits.jsonl", seed=0)
 print(learn.autoprec.explain())

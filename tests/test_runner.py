@@ -57,12 +57,10 @@ def stock_is_well(kind):
     return finite(learn) and math.isfinite(valid) and all(map(math.isfinite, seen.seen)) and seen.last < kind.below
 
 
-@pytest.mark.parametrize("name", KINDS)
+# Two precision callbacks nest and half weights may still train: found by looking at the learner, not by failing.
+@pytest.mark.parametrize("name", sorted(set(KINDS) - {"two_callbacks", "half_model"}))
 def test_the_faults_bite_and_the_healthy_are_well_without_us(name):
-    # Two precision callbacks nest, and half of a healthy net's weights train somehow: found by looking, not by failing.
-    configuration = {"two_callbacks", "half_model"}
-    if name not in configuration:
-        assert stock_is_well(KINDS[name]) == (name in HEALTHY)
+    assert stock_is_well(KINDS[name]) == (name in HEALTHY)
 
 
 @pytest.mark.parametrize("name", [*HEALTHY, *REPAIRED])
@@ -138,6 +136,7 @@ def test_the_module_at_fault_is_named(audit):
     assert outcome.islands == ("out",)
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_run_twice(audit, tmp_path):
     ends = []
     for path in (audit, tmp_path / "again.jsonl"):
@@ -527,6 +526,7 @@ def test_a_fault_behind_the_probes_last_step_is_found_and_repaired(audit):
     assert "step 50" in notes[0].payload["text"]
 
 
+@pytest.mark.long
 def test_the_fit_behind_a_late_repair_is_the_one_a_known_repair_would_have_made(audit, tmp_path):
     """The failed fit leaves no trace: values, generators and schedule are those of a first try."""
     ends = []
@@ -540,7 +540,6 @@ def test_the_fit_behind_a_late_repair_is_the_one_a_known_repair_would_have_made(
     assert same_state(*ends) == []
 
 
-@pytest.mark.xfail(strict=True, reason="the data of batches past `probe.data_batches` are not looked at")
 def test_a_late_fault_that_nothing_cures_leaves_the_learner_as_it_was(audit):
     x, y = learners.rows(60 * learners.BS + 32, 8, 3)
     x[55 * learners.BS, 2] = math.nan

@@ -12,7 +12,7 @@ __all__ = ["behind_twin", "comparable"]
 def comparable(evidence: Evidence, _limits: Limits) -> bool:
     """Both legs came through, and the main one is in 16 bits."""
     main, twin = evidence.main, evidence.legs.get("fp32")
-    if main is None or main.failure is not None or main.spec.precision == "fp32":
+    if main is None or not main.steps or main.failure is not None or main.spec.precision == "fp32":
         return False
     return twin is None or twin.failure is None
 

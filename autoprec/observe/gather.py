@@ -105,7 +105,9 @@ class Gatherer:
             # The twin of the user's own settings is this very leg.
             legs = {**evidence.legs, "main": self.reference}
             return evidence.model_copy(update={"legs": legs, "data": self.data})
-        collector = DataCollector.of(self.subject.learn, self.policy.probe.data_batches)
+        # A probe made longer to reach a late fault must see the data as far as that.
+        seen = max(self.policy.probe.data_batches, self.probe_steps or 0)
+        collector = DataCollector.of(self.subject.learn, seen)
         leg = self._leg(LegSpec(precision=self.subject.setting.precision), "main", collector, _KEPT_BATCHES)
         data = collector.sample()
         self.journal.write("data", data)

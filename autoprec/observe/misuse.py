@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from fastai.callback.core import Callback
@@ -28,6 +29,7 @@ __all__ = ["watch_callbacks"]
 
 _SAME = 1e-3
 """Relative change of a gradient norm below which nothing was changed; rounding of a norm in fp32 is 1e-6."""
+_DOES = {"unscales": re.compile(r"\bunscale_\("), "changes scaled gradients": re.compile(r"clip_grad|\.grad\b")}
 
 
 def watch_callbacks(learn: Learner, found: list[Misuse]) -> None:
@@ -105,7 +107,7 @@ class _After(_Side):
                 self.side_found[there] = self.side_found[there].model_copy(update={"clips_to": clips_to})
             return
         what: Any = "unscales" if unscales else "changes scaled gradients"
-        place = _place(getattr(self.watched_cb, event))
+        place = _place(getattr(self.watched_cb, event), what)
         self.side_found.append(Misuse(callback=name, what=what, place=place, ratio=_finite(ratio), clips_to=clips_to))
 
 
@@ -113,9 +115,11 @@ def _finite(ratio: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def _place(method: Any) -> Place:
+def _place(method: Any, what: str) -> Place:
+    """The line of the method that does it, by its text; the method's own line where none shows it."""
     try:
-        file, (_, line) = inspect.getsourcefile(method) or "", inspect.getsourcelines(method)
+        file, (lines, first) = inspect.getsourcefile(method) or "", inspect.getsourcelines(method)
     except (OSError, TypeError):  # built in an interactive session, or not a python function
         return Place(function=getattr(method, "__qualname__", None))
+    line = next((first + i for i, text in enumerate(lines) if _DOES[what].search(text)), first)
     return place_at(file, line, method.__qualname__)

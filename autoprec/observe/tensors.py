@@ -53,6 +53,7 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor | None]], limit: int = 8) 
 
 def largest(ts: list[Tensor]) -> float:
     """Largest magnitude over the tensors, NaN if any holds one, 0.0 if there are none."""
+    ts = [t for t in ts if t.numel()]  # torch knows no infinity norm of an empty tensor, as of a norm over no columns
     if not ts:
         return 0.0
     return float(get_total_norm(ts, norm_type=math.inf, error_if_nonfinite=False))

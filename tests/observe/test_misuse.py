@@ -35,7 +35,7 @@ class Unscales(Callback):
     def before_step(self) -> None:
         scaler = getattr(self.learn, "scaler", None)
         if scaler is not None and scaler.is_enabled():
-            scaler.unscale_(self.learn.opt)
+            scaler.unscale_(self.learn.opt)  # this unscales
 
 
 class UnscalesAndClips(Unscales):
@@ -46,7 +46,7 @@ class UnscalesAndClips(Unscales):
 
 class ClipsAfterBackward(Callback):
     def after_backward(self) -> None:
-        clip(self.model, 1.0)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)  # this clips
 
 
 class ClipsTooEarly(Callback):
@@ -63,7 +63,7 @@ class ClipsLateAndEarly(Callback):
 
     def after_backward(self) -> None:
         for p in self.model.parameters():
-            p.grad.mul_(0.5)
+            p.grad.mul_(0.5)  # this halves
 
     def before_step(self) -> None:
         clip(self.model, 1.0)
@@ -110,18 +110,24 @@ def one(found: Leg) -> Misuse:
     return misuse
 
 
-def at(misuse: Misuse, callback: type, method: str) -> None:
+def at(misuse: Misuse, callback: type, method: str, source: str | None = None) -> None:
+    """The class, and the line that does it: by its source, else that of the method."""
     assert misuse.callback == callback.__name__
     assert misuse.place.file is not None
     assert Path(misuse.place.file).resolve() == Path(__file__).resolve()
-    assert misuse.place.line == inspect.getsourcelines(getattr(callback, method))[1]
-    assert misuse.place.source == f"def {method}(self) -> None:"
     assert misuse.place.function == f"{callback.__qualname__}.{method}"
+    assert misuse.place.source == (source or f"def {method}(self) -> None:")
+    if source is None:
+        assert misuse.place.line == inspect.getsourcelines(getattr(callback, method))[1]
+    else:
+        assert misuse.place.line is not None
+        assert Path(__file__).read_text().splitlines()[misuse.place.line - 1].strip() == source
 
 
 def test_unscaling_is_named() -> None:
     misuse = one(watched(Unscales()))
-    at(misuse, Unscales, "before_step")
+    at(misuse, Unscales, "before_step", "scaler.unscale_(self.learn.opt)  # this unscales")
+    assert misuse.clips_to is None
     assert misuse.what == "unscales"
     assert misuse.ratio == pytest.approx(1 / SCALE, rel=1e-3)
 
@@ -132,14 +138,20 @@ def test_unscaling_and_clipping_is_unscaling() -> None:
     assert misuse.what == "unscales"
     assert misuse.ratio is not None
     assert misuse.ratio < 0.1 / SCALE
+    assert misuse.clips_to == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("callback", "method"), [(ClipsAfterBackward, "after_backward"), (ClipsTooEarly, "before_step")]
+    ("callback", "method", "source"),
+    [
+        (ClipsAfterBackward, "after_backward", "nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)  # this clips"),
+        (ClipsTooEarly, "before_step", None),  # it calls a function that does
+    ],
 )
-def test_clipping_scaled_gradients_is_named(callback: type, method: str) -> None:
+def test_clipping_scaled_gradients_is_named(callback: type, method: str, source: str | None) -> None:
     free, misuse = watched(), one(watched(callback()))
-    at(misuse, callback, method)
+    at(misuse, callback, method, source)
+    assert misuse.clips_to == pytest.approx(1.0, rel=1e-3)
     assert misuse.what == "changes scaled gradients"
     # To 1.0 from the gradient's norm times the loss scale.
     assert free.steps[0].grad_norm is not None
@@ -148,7 +160,7 @@ def test_clipping_scaled_gradients_is_named(callback: type, method: str) -> None
 
 def test_the_event_that_does_it_is_named() -> None:
     misuse = one(watched(ClipsLateAndEarly()))
-    at(misuse, ClipsLateAndEarly, "after_backward")
+    at(misuse, ClipsLateAndEarly, "after_backward", "p.grad.mul_(0.5)  # this halves")
     assert misuse.ratio == pytest.approx(0.5, rel=1e-3)
 
 
@@ -193,7 +205,7 @@ def test_gradients_that_overflow_are_no_misuse() -> None:
 
 def test_accumulated_batches_are_watched_too() -> None:
     found = watched(GradientAccumulation(n_acc=2 * BS), ClipsAfterBackward(), quota=6)
-    at(one(found), ClipsAfterBackward, "after_backward")
+    assert one(found).callback == "ClipsAfterBackward"
 
 
 def test_the_ledger_is_the_same_with_watchers() -> None:

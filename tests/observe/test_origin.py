@@ -105,8 +105,8 @@ FORWARD = {
     # A constant that does not fit: named after the op that half is wanted for; fp32 has no such cast.
     "operand": Case(faults.Operand, X300, "aten.matmul", "", "operand", None, ("float32[2, 2]",), 1e6),
     "statistics": Case(
-        faults.Statistics, torch.tensor([[-(2.0**83), 0.0], [2.0**83, 0.0]]), "aten.native_batch_norm", "norm", "statistics",
-        None, input_max=2.0**83, precision="fp32",
+        faults.Statistics, torch.tensor([[-(2.0**83), 0.0], [2.0**83, 0.0]]), "aten.native_batch_norm", "norm",
+        "statistics", None, input_max=2.0**83, precision="fp32",
     ),
     # In a forward that belongs to no submodule.
     "bmm": in_forward("bmm", "aten.bmm", 180000, *half([2, 1, 2], [2, 2, 1])),
@@ -201,8 +201,8 @@ BACKWARD = {
         half([1, 2], [1, 2]), phase="backward", loss=summed, scale=16.0,
     ),
     "grows": Case(
-        faults.Grows, ones(1, 2, value=0.25), "aten.mm", "last", "grows", 2 * 4 * 64000.0, phase="backward", loss=summed,
-        scale=64.0, input_max=64000.0,
+        faults.Grows, ones(1, 2, value=0.25), "aten.mm", "last", "grows", 2 * 4 * 64000.0, phase="backward",
+        loss=summed, scale=64.0, input_max=64000.0,
     ),
     "custom_backward": Case(
         lambda: faults.ThroughFunction(faults.GrowsBackward), ones(1, 2), "aten.mul", "", "custom_backward", 128000.0,
