@@ -274,8 +274,8 @@ REFUSED = {
         "remedies.fp32.allow",
         "value seen '1'; allowed: true or false",
     ),
-    "NaN": ("limits: {raw_input_size: .nan}", 2, "limits.raw_input_size", "value seen '.nan'; allowed: a number above 0"),
-    "infinity": ("limits: {raw_input_size: .inf}", 2, "limits.raw_input_size", "value seen '.inf'; allowed: a number above 0"),
+    "NaN": ("limits: {divergence: .nan}", 2, "limits.divergence", "value seen '.nan'; allowed: a number above 1"),
+    "infinity": ("limits: {divergence: .inf}", 2, "limits.divergence", "value seen '.inf'; allowed: a number above 1"),
     "nothing": ("limits:\n  skip_rate:", 3, "limits.skip_rate", "value seen nothing; allowed: a number from 0 to 1"),
     "empty section": ("audit:", 2, "audit", "value seen nothing; allowed: a mapping with the keys ledger_rows"),
     "choice": (
