@@ -136,6 +136,8 @@ class Origin(Noun):
     fp32: Fp32Value | None = None
     """None: the twin has no op at the same place, or was not run."""
     ops_watched: int = 0
+    fails_from_start: bool | None = None
+    """In fp32, from the weights that the leg started with, the same batch is not finite either; None: not tried."""
 
 
 class Misuse(Noun):
@@ -163,6 +165,8 @@ class Failure(Noun):
     """`TypeName: message` of an exception."""
     place: Place | None = None
     """For an exception: the innermost frame that is not of torch, fastai or autoprec."""
+    phase: Literal["forward", "loss", "backward"] | None = None
+    """For an exception: what was being computed."""
 
 
 class Leg(Noun):

@@ -213,6 +213,8 @@ class Repair:
             if not evidence.has(need) and need not in self.unavailable:
                 evidence = self._provide(need, evidence)
         obstacle = remedy.obstacle(self.subject, evidence, settings)
+        if any(k.remedy.name == step.remedy and k.settings == settings for k in self.kept) and not remedy.grows:
+            obstacle = "it is in force already"
         if obstacle is not None:
             self._note(Attempt(remedy=step.remedy, mode=step.mode, applicable=False, reason=obstacle))
             return None

@@ -10,7 +10,7 @@ from autoprec.verify import describe_failure, diverged
 if TYPE_CHECKING:
     from autoprec.policy import Limits
 
-__all__ = ["CLIP", "LOWER_LR", "at", "fp32_fails", "may_be_lr"]
+__all__ = ["CLIP", "LOWER_LR", "at", "certain", "fp32_fails", "may_be_lr"]
 
 LOWER_LR: tuple[tuple[str, float], ...] = (("fp32 lr/10", 0.1), ("fp32 lr/100", 0.01))
 """Legs in fp32 at smaller learning rates, and the factors."""
@@ -25,10 +25,16 @@ def fp32_fails(evidence: Evidence, limits: Limits) -> bool:
     return twin is not None and (twin.failure is not None or diverged(twin, limits))
 
 
+def certain(evidence: Evidence) -> bool:
+    """Whether the failing batch fails in fp32 from the weights before the first step: no leg need be run to see it."""
+    main = evidence.main
+    return main is not None and main.origin is not None and main.origin.fails_from_start is True
+
+
 def may_be_lr(evidence: Evidence) -> bool:
     """Whether a smaller lr could matter: a fault at step 0, an exception or bad data is no matter of the lr."""
     twin, data = evidence.twin, evidence.data
-    if twin is None:
+    if twin is None or certain(evidence) or (twin.origin is not None and twin.origin.fails_from_start is True):
         return False
     f = twin.failure
     if f is not None and (f.step == 0 or f.where in ("exception", "input", "target")):

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from fastai.callback.core import (
@@ -30,7 +30,7 @@ from fastai.callback.training import GradientClip
 from autoprec.evidence import Failure, Leg, LegSpec, Misuse, Origin, Step
 from autoprec.observe.data import DataCollector
 from autoprec.observe.misuse import watch_callbacks
-from autoprec.observe.origin import Replay, place_of_exception, trace
+from autoprec.observe.origin import Replay, fails_from, place_of_exception, trace
 from autoprec.observe.tensors import all_finite, floating, largest, nonfinite_names, total_norm
 from autoprec.precision import Setting, attached
 
@@ -98,6 +98,8 @@ class LegRun:
     norm: float | None = None
     scale: float | None = None
     skipped: bool = True
+    start: list[torch.Tensor] = field(default_factory=list)
+    phase: Literal["forward", "loss", "backward"] | None = None
 
     def fail(self, failure: Failure, **tracing: Any) -> None:
         """Note the first failure, trace it, and end the leg."""
@@ -112,9 +114,19 @@ class LegRun:
             started = time.perf_counter()
             try:
                 self.origin = trace(self.replay, self.spec.precision, scale=scale)
+                self._try_from_start(backward=scale is not None)
             except Exception as e:  # noqa: BLE001  # a model that cannot be run again must not hide its own failure
                 self.untraced = f"{type(e).__name__}: {e}"
             self.tracing += time.perf_counter() - started
+
+    def _try_from_start(self, *, backward: bool) -> None:
+        """Where fp32 fails on the batch too: would it have from the weights that the leg started with?"""
+        origin, replay = self.origin, self.replay
+        if origin is None or replay is None or not self.start:
+            return
+        if self.spec.precision == "fp32" or (origin.fp32 is not None and not origin.fp32.finite):
+            fails = fails_from(replay, self.start, backward=backward)
+            self.origin = origin.model_copy(update={"fails_from_start": fails})
 
 
 class _Ends(Callback):
@@ -153,9 +165,11 @@ class _Ends(Callback):
         if len(run.batches) < run.keep:
             run.batches.append((tuple(self.xb), tuple(self.yb)))
         run.replay = Replay.capture(self.learn, loss_fp32=run.loss_fp32)
+        run.phase = "forward"
 
     def after_pred(self) -> None:
         run = self.leg_run
+        run.phase = "loss"
         if not self.training:
             return
         run.bad_prediction = not all_finite(self.pred)
@@ -167,6 +181,7 @@ class _Ends(Callback):
 
     def after_loss(self) -> None:
         run = self.leg_run
+        run.phase = "backward"
         if not len(self.yb):
             return
         if not self.training:
@@ -300,6 +315,7 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
     if run.spec.perturb_seed is not None:
         _perturb(learn, run.spec.perturb_seed)
     weights = [p.detach().clone() for p in learn.model.parameters() if p.is_floating_point()]
+    run.start = weights
     for cb in [c for c in learn.cbs if {k.__name__ for k in type(c).__mro__} & _LEFT_OUT]:
         learn.remove_cb(cb)
     cbs: list[Any] = [_Ends(run), _Ledger(run)]
@@ -317,7 +333,9 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
         raise
     except Exception as e:  # noqa: BLE001  # whatever the user's model or loss raises is the leg's evidence
         text = f"{type(e).__name__}: {' '.join(str(e).split())}"
-        run.failure = Failure(step=len(run.steps), where="exception", error=text[:500], place=place_of_exception(e))
+        run.failure = Failure(
+            step=len(run.steps), where="exception", error=text[:500], place=place_of_exception(e), phase=run.phase
+        )
     if run.failure is None and not all(math.isfinite(v) for v in run.validation):
         names = nonfinite_names(learn.model.named_buffers())
         run.failure = Failure(step=max(0, len(run.steps) - 1), where="validation", names=names)

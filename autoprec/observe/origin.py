@@ -22,7 +22,7 @@ import random
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import lru_cache
@@ -40,13 +40,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec import emulation
 from autoprec.evidence import Fp32Value, Operation, Origin, Place, Precision
-from autoprec.observe.tensors import floating
+from autoprec.observe.tensors import all_finite, floating
 from autoprec.precision import DTYPES
 
 if TYPE_CHECKING:
     from fastai.learner import Learner
 
-__all__ = ["Replay", "place_at", "place_of_exception", "trace", "watch"]
+__all__ = ["Replay", "fails_from", "place_at", "place_of_exception", "trace", "watch"]
 
 _HERE = str(Path(__file__).resolve().parent.parent)
 _DEMO = str(Path(_HERE) / "demo.py")  # its model stands for a user's
@@ -476,6 +476,35 @@ def trace(
         if (value is None and not seen.fills) or (value is not None and value.finite):
             return _origin(seen, watcher, value)
     return None if only_in_16 else _origin(first, watcher, _value(twins.get(first.key)))
+
+
+def fails_from(replay: Replay, weights: Sequence[Tensor], *, backward: bool) -> bool:
+    """Whether the batch is not finite in fp32 from other weights (those that a leg started with).
+
+    Then no step that was taken made it so: neither the lr nor the precision is the cause.
+
+    Args:
+        replay: the batch.
+        weights: one tensor per floating parameter, in the model's order.
+        backward: look at the gradients too.
+    """
+    params = [p for p in replay.learn.model.parameters() if p.is_floating_point()]
+    now = [p.detach().clone() for p in params]
+    try:
+        with torch.no_grad():
+            for p, w in zip(params, weights, strict=True):
+                p.copy_(w)
+        with replay.again(), gradients_kept(replay.learn.model):
+            with replay.precision("fp32"):
+                loss = replay.loss(replay.predict())
+            if not all_finite(loss) or not backward or not loss.requires_grad:
+                return not all_finite(loss)
+            loss.mean().backward()
+            return not all_finite([p.grad for p in params if p.grad is not None])
+    finally:
+        with torch.no_grad():
+            for p, w in zip(params, now, strict=True):
+                p.copy_(w)
 
 
 def _value(seen: _Seen | None) -> Fp32Value | None:

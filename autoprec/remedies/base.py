@@ -44,7 +44,19 @@ class Subject:
     setting: Setting
     emulate_cuda: bool = False
     place: Place | None = None
-    held: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, list[Any]] = field(default_factory=dict)
+
+    def hold(self, remedy: str, value: Any) -> None:
+        """Keep what an undo will need; the last held comes back first, as a remedy may be applied more than once."""
+        self.held.setdefault(remedy, []).append(value)
+
+    def release(self, remedy: str) -> Any:
+        """What was held last for a remedy."""
+        values = self.held[remedy]
+        value = values.pop()
+        if not values:
+            del self.held[remedy]
+        return value
 
 
 class Remedy(ABC, Generic[S]):

@@ -37,4 +37,4 @@ class Bf16(Remedy[Settings]):
         return switch(subject, self.name, Setting("bf16"))
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.setting = subject.held.pop(self.name)
+        subject.setting = subject.release(self.name)

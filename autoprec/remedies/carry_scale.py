@@ -41,10 +41,10 @@ class CarryScale(Remedy[Settings]):
         main = evidence.main
         settled = float(main.steps[-1].scale_after or 1.0) if main else 1.0
         before = scale_now(subject)
-        subject.held[self.name] = subject.setting
+        subject.hold(self.name, subject.setting)
         kwargs = {**subject.setting.scaler_kwargs, "init_scale": settled}
         subject.setting = replace(subject.setting, scaler_kwargs=kwargs)
         return Change(remedy=self.name, what="initial loss scale", before=before, after=settled)
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.setting = subject.held.pop(self.name)
+        subject.setting = subject.release(self.name)

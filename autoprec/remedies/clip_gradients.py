@@ -57,8 +57,8 @@ class ClipGradients(Remedy[Settings]):
         norm = float(f"{clip_norm(evidence, settings) or 1.0:.3g}")
         cb = GradientClip(norm)
         subject.learn.add_cb(cb)
-        subject.held[self.name] = cb
+        subject.hold(self.name, cb)
         return Change(remedy=self.name, what="gradient clipping (L2 norm)", before=None, after=norm)
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.learn.remove_cb(subject.held.pop(self.name))
+        subject.learn.remove_cb(subject.release(self.name))

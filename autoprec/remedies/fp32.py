@@ -32,12 +32,12 @@ class Fp32(Remedy[Settings]):
         return switch(subject, self.name, Setting("fp32"))
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.setting = subject.held.pop(self.name)
+        subject.setting = subject.release(self.name)
 
 
 def switch(subject: Subject, remedy: str, to: Setting) -> Change:
     """Change the precision of the run; what it was is held under the remedy's name."""
     before = subject.setting
-    subject.held[remedy] = before
+    subject.hold(remedy, before)
     subject.setting = replace(to, skip_nonfinite=before.skip_nonfinite)  # no matter of precision
     return Change(remedy=remedy, what="precision", before=before.precision, after=to.precision)

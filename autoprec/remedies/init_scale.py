@@ -49,13 +49,13 @@ class InitScale(Remedy[Settings]):
 
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         before, after = scale_now(subject), self._target(subject, evidence, settings)
-        subject.held[self.name] = subject.setting
+        subject.hold(self.name, subject.setting)
         kwargs = {**subject.setting.scaler_kwargs, "init_scale": after}
         subject.setting = replace(subject.setting, scaler_kwargs=kwargs)
         return Change(remedy=self.name, what="initial loss scale", before=before, after=after)
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.setting = subject.held.pop(self.name)
+        subject.setting = subject.release(self.name)
 
     @staticmethod
     def _target(subject: Subject, evidence: Evidence, settings: Settings) -> float:

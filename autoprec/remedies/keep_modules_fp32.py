@@ -42,7 +42,7 @@ class KeepModulesFp32(Remedy[Settings]):
 
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         before = subject.setting
-        subject.held.setdefault(self.name, []).append(before)
+        subject.hold(self.name, before)
         place = subject.place or Place()
         new = self._new(subject, place)[0]
         # A larger island at the same place takes the smaller one's stead.
@@ -57,9 +57,7 @@ class KeepModulesFp32(Remedy[Settings]):
         )
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.setting = subject.held[self.name].pop()
-        if not subject.held[self.name]:
-            del subject.held[self.name]
+        subject.setting = subject.release(self.name)
 
     @staticmethod
     def _new(subject: Subject, place: Place) -> list[Island]:

@@ -28,13 +28,16 @@ class LossFp32(Remedy[Settings]):
     def obstacle(self, subject: Subject, evidence: Evidence, settings: Settings) -> str | None:
         if subject.setting.precision == "fp32":
             return "the run is in fp32 already"
+        failure = evidence.main.failure if evidence.main else None
+        if failure is not None and failure.phase == "forward":
+            return "the fault is in the model, not in the loss"
         return "the loss runs in fp32 already" if subject.setting.loss_fp32 else None
 
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
-        subject.held[self.name] = subject.setting
+        subject.hold(self.name, subject.setting)
         before = subject.setting.precision
         subject.setting = replace(subject.setting, loss_fp32=True)
         return Change(remedy=self.name, what="loss function", before=f"under {before} autocast", after="in fp32")
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.setting = subject.held.pop(self.name)
+        subject.setting = subject.release(self.name)

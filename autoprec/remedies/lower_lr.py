@@ -38,7 +38,7 @@ class LowerLr(Remedy[Settings]):
 
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         factor = settings.factors[0]
-        subject.held[self.name] = subject.plan
+        subject.hold(self.name, subject.plan)
         peak = float(f"{self._peak(evidence):.6g}")
         subject.plan = subject.plan.scaled(factor)
         return Change(
@@ -50,7 +50,7 @@ class LowerLr(Remedy[Settings]):
         )
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.plan = subject.held.pop(self.name)
+        subject.plan = subject.release(self.name)
 
     @staticmethod
     def _peak(evidence: Evidence) -> float:

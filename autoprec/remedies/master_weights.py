@@ -33,8 +33,8 @@ class MasterWeights(Remedy[Settings]):
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         named = _half_tensors(subject)
         state = _half_state(subject)
-        subject.held[self.name] = [(t, t.dtype) for _, t in named]
-        subject.held[f"{self.name}/state"] = [(s, k, s[k]) for s, k in state]
+        subject.hold(self.name, [(t, t.dtype) for _, t in named])
+        subject.hold(f"{self.name}/state", [(s, k, s[k]) for s, k in state])
         dtypes = sorted({str(t.dtype).removeprefix("torch.") for _, t in named})
         for _, t in named:
             t.data = t.data.float()
@@ -49,11 +49,11 @@ class MasterWeights(Remedy[Settings]):
 
     def undo(self, subject: Subject, change: Change) -> None:
         # Exact: no step has been taken since, so every value still has a 16-bit form.
-        for t, dtype in subject.held.pop(self.name):
+        for t, dtype in subject.release(self.name):
             t.data = t.data.to(dtype)
             if t.grad is not None:
                 t.grad = None
-        for s, k, value in subject.held.pop(f"{self.name}/state"):
+        for s, k, value in subject.release(f"{self.name}/state"):
             s[k] = value
 
 

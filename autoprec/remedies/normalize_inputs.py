@@ -64,7 +64,7 @@ class NormalizeInputs(Remedy[Settings]):
             else:
                 undo.append((dl, "after_batch", dl.__dict__.get("after_batch")))
                 dl.after_batch = batch_normalizer(mean, std, dl.after_batch)
-        subject.held[self.name] = undo
+        subject.hold(self.name, undo)
         return Change(
             remedy=self.name,
             what=f"inputs ({kind})",
@@ -74,7 +74,7 @@ class NormalizeInputs(Remedy[Settings]):
         )
 
     def undo(self, subject: Subject, change: Change) -> None:
-        for owner, name, value in subject.held.pop(self.name):
+        for owner, name, value in subject.release(self.name):
             if value is None:
                 delattr(owner, name)
             else:
@@ -98,7 +98,7 @@ class NormalizeInputs(Remedy[Settings]):
         # One pipeline may serve all loaders; test_dl processes new rows through it.
         for pipeline in {id(dl.dataset.procs): dl.dataset.procs for dl in loaders}.values():
             pipeline.fs = type(procs.fs)([*pipeline.fs, proc])
-        subject.held[self.name] = undo
+        subject.hold(self.name, undo)
         return Change(
             remedy=self.name,
             what="inputs (fastai tabular Normalize)",

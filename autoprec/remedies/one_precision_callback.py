@@ -29,7 +29,7 @@ class OnePrecisionCallback(Remedy[Settings]):
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         learn = subject.learn
         callbacks, _ = carried(learn)
-        subject.held[self.name] = (list(learn.cbs), {cb.name: getattr(learn, cb.name) for cb in callbacks})
+        subject.hold(self.name, (list(learn.cbs), {cb.name: getattr(learn, cb.name) for cb in callbacks}))
         last = callbacks[-1]
         for cb in callbacks:
             learn.remove_cb(cb)
@@ -39,7 +39,7 @@ class OnePrecisionCallback(Remedy[Settings]):
 
     def undo(self, subject: Subject, change: Change) -> None:
         learn = subject.learn
-        callbacks, attributes = subject.held.pop(self.name)
+        callbacks, attributes = subject.release(self.name)
         learn.cbs[:] = callbacks
         for cb in callbacks:
             cb.learn = learn

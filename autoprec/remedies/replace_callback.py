@@ -33,7 +33,7 @@ class ReplaceCallback(Remedy[Settings]):
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         learn = subject.learn
         caught = _caught(subject, evidence)
-        subject.held[self.name] = (list(learn.cbs), {cb.name: getattr(learn, cb.name, None) for cb in caught})
+        subject.hold(self.name, (list(learn.cbs), {cb.name: getattr(learn, cb.name, None) for cb in caught}))
         for cb in caught:
             learn.remove_cb(cb)
         norms = [m.clips_to for m in _misuses(evidence) if m.clips_to is not None]
@@ -48,7 +48,7 @@ class ReplaceCallback(Remedy[Settings]):
 
     def undo(self, subject: Subject, change: Change) -> None:
         learn = subject.learn
-        callbacks, attributes = subject.held.pop(self.name)
+        callbacks, attributes = subject.release(self.name)
         for cb in [c for c in learn.cbs if c not in callbacks]:
             learn.remove_cb(cb)
         learn.cbs[:] = callbacks

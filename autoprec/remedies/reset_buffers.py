@@ -40,7 +40,7 @@ class ResetBuffers(Remedy[Settings]):
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
         learn = subject.learn
         layers = _poisoned(learn)
-        subject.held[self.name] = [(b, b.clone()) for m in layers.values() for b in m.buffers()]
+        subject.hold(self.name, [(b, b.clone()) for m in layers.values() for b in m.buffers()])
         used = _estimate(learn, list(layers.values()), settings.batches)
         return Change(
             remedy=self.name,
@@ -51,7 +51,7 @@ class ResetBuffers(Remedy[Settings]):
 
     def undo(self, subject: Subject, change: Change) -> None:
         with torch.no_grad():
-            for buffer, value in subject.held.pop(self.name):
+            for buffer, value in subject.release(self.name):
                 buffer.copy_(value)
 
 

@@ -38,9 +38,9 @@ class SkipNonfiniteBatches(Remedy[Settings]):
         return None
 
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
-        subject.held[self.name] = subject.setting
+        subject.hold(self.name, subject.setting)
         subject.setting = replace(subject.setting, skip_nonfinite=True)
         return Change(remedy=self.name, what="batches that are not finite", before="trained on", after="left out")
 
     def undo(self, subject: Subject, change: Change) -> None:
-        subject.setting = subject.held.pop(self.name)
+        subject.setting = subject.release(self.name)

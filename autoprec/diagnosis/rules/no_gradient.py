@@ -8,6 +8,7 @@ Not this     gradients that are too small for 16 bits (see `gradient_underflow`)
 from __future__ import annotations
 
 from autoprec.diagnosis.finding import Finding, Rule
+from autoprec.diagnosis.fp32 import certain
 from autoprec.evidence import Evidence
 from autoprec.policy import Limits
 
@@ -43,4 +44,11 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     )
 
 
-RULE = Rule(mode="no_gradient", needs=("configuration", "leg:fp32"), check=check, doc=__doc__ or "")
+RULE = Rule(
+    mode="no_gradient",
+    needs=("configuration", "leg:fp32"),
+    check=check,
+    doc=__doc__ or "",
+    # A batch that fails in fp32 from the start has shown that it is another fault.
+    relevant=lambda e, _limits: not certain(e),
+)
