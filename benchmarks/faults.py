@@ -478,9 +478,9 @@ def short_run(d: Draw) -> Fault:
     def make() -> Learner:
         x, _ = rows(d)
         y = (x @ torch.randn(d.inputs, 16)).tanh() * 4
-        return learner(d, Tower(d, outputs=16), x, y, loss=Summed(2.0 ** (8 + round(2 * d.size))), opt_func=Adam)
+        return learner(d, Tower(d, outputs=16), x, y, loss=Summed(2.0 ** (2 + round(d.size))), opt_func=Adam)
 
-    d = replace(d, steps=14 + d.number % 9)
+    d = replace(d, steps=16 + d.number % 9)
     return Fault(make, 1e-2)
 
 

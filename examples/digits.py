@@ -4,11 +4,9 @@ In fp16 the products of queries and keys leave half's range: stock `to_fp16()` t
 """
 
 import torch
-from fastai.vision.all import CrossEntropyLossFlat, DataLoaders, Learner, accuracy, set_seed
+from fastai.vision.all import CrossEntropyLossFlat, Datasets, ItemGetter, Learner, RandomSplitter, accuracy, set_seed
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import autoprec
 
@@ -29,9 +27,10 @@ class PatchAttention(nn.Module):
 
 set_seed(0)
 digits = load_digits()
-images, labels = torch.tensor(digits.images * 255 / 16)[:, None].float(), torch.tensor(digits.target)
-x, x_valid, y, y_valid = train_test_split(images, labels, test_size=0.2, random_state=0)
-dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x_valid, y_valid), bs=64)
+images = torch.tensor(digits.images * 255 / 16)[:, None].float()
+items = list(zip(images, torch.tensor(digits.target), strict=True))
+split = RandomSplitter(0.2, seed=0)(items)
+dls = Datasets(items, [[ItemGetter(0)], [ItemGetter(1)]], splits=split).dataloaders(bs=64)
 learn = Learner(dls, PatchAttention(), CrossEntropyLossFlat(), metrics=accuracy).to_fp16()
 
 learn = autoprec.fit_safely(learn, 8, 4e-3, emulate_cuda=True, audit="digits.jsonl", seed=0)

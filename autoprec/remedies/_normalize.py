@@ -25,23 +25,23 @@ def batch_normalizer(mean: Tensor, std: Tensor, before: Callable[..., Any]) -> C
     # A bound no-op of the loader's class would drag the whole loader along into the export.
     inner = before if not _is_noop(before) else None
 
+    def normalized(x: Any) -> Any:
+        shape = [1] * x.ndim
+        if x.ndim > 1:
+            shape[1] = -1
+        m, s = (t.to(x.device).double().view(shape) for t in (mean, std))
+        return ((x.double() - m) / s).to(x.dtype)
+
+    def floating(x: Any) -> bool:
+        return hasattr(x, "is_floating_point") and bool(x.is_floating_point())
+
     def after_batch(batch: Any, *args: Any, **kwargs: Any) -> Any:
         if inner is not None:
             batch = inner(batch, *args, **kwargs)
-        done = False
-        out = []
-        for item in batch:
-            x = item
-            if not done and hasattr(x, "is_floating_point") and x.is_floating_point():
-                done = True
-                shape = [1] * x.ndim
-                if x.ndim > 1:
-                    shape[1] = -1
-                x = ((x.double() - mean.to(x.device).double().view(shape)) / std.to(x.device).double().view(shape)).to(
-                    x.dtype
-                )
-            out.append(x)
-        return type(batch)(out)
+        if floating(batch):  # inputs alone, as in a test loader
+            return normalized(batch)
+        first = next((i for i, x in enumerate(batch) if floating(x)), None)
+        return type(batch)([normalized(x) if i == first else x for i, x in enumerate(batch)])
 
     return after_batch
 
