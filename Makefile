@@ -23,7 +23,8 @@ venv: $(stamp)  ## make the environment: .venv with this package (editable), its
 $(stamp): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "autoprec needs Python 3.10 or later")'
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
-	$(bin)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@echo "Installing into $(VENV); the first time this takes minutes, PyTorch is large."
+	$(bin)/python -m pip install --quiet "pip>=25.1"
 	$(bin)/python -m pip install --quiet $(TORCH) --editable . --group dev
 	@touch $@
 

@@ -275,7 +275,7 @@ class Repair:
         """
         if len(self.kept) == 1:
             first = self.first.primary if self.first else None
-            self._needed(0, f"without it: {first.because}" if first else "")
+            self._needed(0, f"without it the first probe shows {first.mode}" if first else "")
             return
         for _ in range(min(self.policy.probe.necessity_probes, len(self.kept))):
             index = next((i for i, k in enumerate(self.kept) if not k.change.needed), None)

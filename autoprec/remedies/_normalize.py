@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["batch_normalizer"]
+__all__ = ["batch_normalizer", "batch_transform"]
 
 
 def batch_normalizer(mean: Tensor, std: Tensor, before: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def batch_normalizer(mean: Tensor, std: Tensor, before: Callable[..., Any]) -> C
         before: the loader's own `after_batch`.
     """
     # A bound no-op of the loader's class would drag the whole loader along into the export.
-    inner = before if not _is_noop(before) else None
+    inner = before if before is not _whole and not _is_noop(before) else None
 
     def normalized(x: Any) -> Any:
         shape = [1] * x.ndim
@@ -44,6 +44,29 @@ def batch_normalizer(mean: Tensor, std: Tensor, before: Callable[..., Any]) -> C
         return type(batch)([normalized(x) if i == first else x for i, x in enumerate(batch)])
 
     return after_batch
+
+
+def _whole(batch: Any) -> Any:
+    """Stands for a loader that did nothing."""
+    return batch
+
+
+def batch_transform(mean: Tensor, std: Tensor) -> Any:
+    """The same as a transform for the pipeline of a `TfmdDL`, so that `dl.new` and `test_dl` keep it.
+
+    A pipeline hands a plain function one element of the batch after the other; an `ItemTransform` gets the batch.
+    """
+    from fasttransform import ItemTransform
+
+    normalize = batch_normalizer(mean, std, _whole)
+
+    class NormalizeFirst(ItemTransform):
+        order = 99  # fastai's Normalize: after augmentation
+
+        def encodes(self, batch):  # type: ignore[no-untyped-def]  # it dispatches on annotations
+            return normalize(batch)
+
+    return NormalizeFirst()
 
 
 def _is_noop(function: Callable[..., Any]) -> bool:

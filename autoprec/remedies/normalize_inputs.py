@@ -18,7 +18,7 @@ from fastai.torch_core import TensorImage
 
 from autoprec.outcome import Change
 from autoprec.policy import NormalizeInputs as Settings
-from autoprec.remedies._normalize import batch_normalizer
+from autoprec.remedies._normalize import batch_normalizer, batch_transform
 from autoprec.remedies.base import Remedy, Subject
 from autoprec.snapshot import preserved
 
@@ -56,10 +56,11 @@ class NormalizeInputs(Remedy[Settings]):
         kind = "fastai Normalize" if isinstance(first, TensorImage) else "batch transform"
         undo: list[tuple[Any, str, Any]] = []
         for dl in learn.dls.loaders:
-            if isinstance(first, TensorImage) and isinstance(dl, TfmdDL):
+            if isinstance(dl, TfmdDL):
                 undo.append((dl.after_batch, "fs", dl.after_batch.fs))
                 # A pipeline keeps its transforms sorted by their order (Normalize: 99, after augmentation).
-                tfms = [*dl.after_batch.fs, Normalize(mean, std)]
+                mine = Normalize(mean, std) if isinstance(first, TensorImage) else batch_transform(mean, std)
+                tfms = [*dl.after_batch.fs, mine]
                 dl.after_batch.fs = type(dl.after_batch.fs)(sorted(tfms, key=lambda t: t.order))
             else:
                 undo.append((dl, "after_batch", dl.__dict__.get("after_batch")))

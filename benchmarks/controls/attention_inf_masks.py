@@ -1,4 +1,4 @@
-"""Attention twice: by hand with scores filled with -inf, and scaled_dot_product_attention with an additive -inf mask."""
+"""Attention twice: by hand with scores filled with -inf, and torch's own with an additive mask of -inf."""
 
 import torch
 from fastai.basics import DataLoader, DataLoaders, Learner
@@ -14,7 +14,8 @@ class _Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.qkv, self.out = nn.Embedding(12, 32), nn.Linear(32, 96), nn.Linear(32, 32)
-        self.qkv2, self.norm, self.norm2, self.head = nn.Linear(32, 96), nn.LayerNorm(32), nn.LayerNorm(32), nn.Linear(32, 3)
+        self.qkv2, self.head = nn.Linear(32, 96), nn.Linear(32, 3)
+        self.norm, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
 
     def forward(self, x, pad):
         h = self.embed(x)

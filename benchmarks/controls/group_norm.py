@@ -17,6 +17,7 @@ def make_learner(seed=0):
     parts = [DataLoader(TensorDataset(x[a:b], y[a:b]), bs=4, shuffle=a > 0) for a, b in ((32, 352), (0, 32))]
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.GELU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.InstanceNorm2d(32, affine=True), nn.GELU(), nn.Flatten(), nn.Linear(512, 10),
+        nn.Conv2d(16, 32, 3, padding=1), nn.InstanceNorm2d(32, affine=True), nn.GELU(),
+        nn.Flatten(), nn.Linear(512, 10),
     )  # fmt: skip
     return Learner(DataLoaders(*parts), model, loss_func=CrossEntropyLossFlat())

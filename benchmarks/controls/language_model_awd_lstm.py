@@ -1,4 +1,4 @@
-"""`language_model_learner` (AWD_LSTM with tied embeddings, variational dropout, RNN regularisation) on python's help."""
+"""`language_model_learner` (AWD_LSTM: tied embeddings, variational dropout, RNN regularisation) on python's help."""
 
 from collections import Counter
 from pydoc_data.topics import topics

@@ -30,6 +30,8 @@ def make_learner(seed=0):
     x, y = (torch.as_tensor(a) for a in load_digits(return_X_y=True))
     x = ((x.float() - 4.9) / 6.0).reshape(-1, 8, 8).unfold(1, 2, 2).unfold(2, 2, 2).reshape(-1, 16, 4)
     parts = [DataLoader(TensorDataset(x[a:b], y[a:b]), bs=16, shuffle=a > 0) for a, b in ((64, 832), (0, 64))]
-    model = nn.Sequential(nn.Linear(4, 24), _Mix(16, 24), _Mix(16, 24), nn.LayerNorm(24), nn.Flatten(), nn.Linear(384, 10))
+    model = nn.Sequential(
+        nn.Linear(4, 24), _Mix(16, 24), _Mix(16, 24), nn.LayerNorm(24), nn.Flatten(), nn.Linear(384, 10)
+    )
     opt = partial(OptimWrapper, opt=torch.optim.AdamW)
     return Learner(DataLoaders(*parts), model, loss_func=CrossEntropyLossFlat(), opt_func=opt)

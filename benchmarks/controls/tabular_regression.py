@@ -1,4 +1,4 @@
-"""Diabetes progression (25 to 346) as a normalized target; tabular regression with columns of every size, normalized."""
+"""Diabetes progression (25 to 346) as a normalized target; columns of every size, normalized too."""
 
 import torch
 from fastai.tabular.all import (

@@ -35,7 +35,5 @@ def make_learner(seed=0):
     for _ in range(8):
         steps.append(torch.multinomial(chain[steps[-1]], 1)[:, 0])
     x = torch.stack(steps, 1)
-    parts = [
-        DataLoader(TensorDataset(x[a:b, :-1], x[a:b, 1:]), bs=16, shuffle=a > 0) for a, b in ((64, n), (0, 64))
-    ]
+    parts = [DataLoader(TensorDataset(x[a:b, :-1], x[a:b, 1:]), bs=16, shuffle=a > 0) for a, b in ((64, n), (0, 64))]
     return Learner(DataLoaders(*parts), _Tied(), loss_func=CrossEntropyLossFlat())

@@ -1,4 +1,4 @@
-"""Digits as image files would be read: DataBlock, PIL, Resize, augmentation and Normalize, a small convolutional net."""
+"""Digits as images are read: DataBlock, PIL, Resize, augmentation and Normalize, a small convolutional net."""
 
 import numpy as np
 import torch

@@ -11,8 +11,7 @@ from torch.utils.data import TensorDataset
 LR, EPOCHS, HEALTHY_BELOW = 0.02, 1, 1.6
 
 
-def body(pretrained=False):
-    del pretrained
+def body(**_kwargs):
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU(),

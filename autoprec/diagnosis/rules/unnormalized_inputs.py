@@ -22,15 +22,16 @@ def check(evidence: Evidence, limits: Limits) -> Finding | None:
     large = [f for f in evidence.data.features if f.typical > limits.raw_input_size]
     if not large:
         return None
-    top = max(large, key=lambda f: f.typical)
+    large.sort(key=lambda f: -f.typical)  # the culprit is named first
+    top = large[0]
     peak = max(fault.fp32.output_max or 0.0 if fault.fp32 else 0.0, fault.operation.input_max or 0.0)
     if peak / top.typical > HALF_MAX:
         return None
-    names = ", ".join(f.name for f in large[:4]) + (" …" if len(large) > 4 else "")
+    others = f", {len(large) - 1} more are above {limits.raw_input_size:g}" if len(large) > 1 else ""
     return Finding(
         mode=RULE.mode,
-        because=f"most samples of {names} are of size {top.typical:.3g} (range {top.min:.4g} to {top.max:.4g}); "
-        f"with that {fault.operation.op} reaches {peak:.3g}, above half's {HALF_MAX:g}",
+        because=f"most samples of {top.name} are of size {top.typical:.3g} (range {top.min:.4g} to {top.max:.4g})"
+        f"{others}; with that {fault.operation.op} reaches {peak:.3g}, above half's {HALF_MAX:g}",
         where=fault.place,
         op=fault.operation.op,
         ruled_out=(f"the layer: with inputs of size 1 it would reach about {peak / top.typical:.3g}",),
