@@ -112,9 +112,13 @@ def evidence(words: Mapping[str, Any]) -> Evidence:
     As `Evidence` reads it, but for: a leg is `{precision, ledger, scale, interval, loss, lr, grad_norm}` beside the
     fields of `Leg` and `LegSpec`, and its ledger ends at its failure; an origin is
     `{phase, op, fp32, place}` beside the fields of `Operation`; features and targets state only what is not ordinary.
+    A main leg that raises does so again.
     """
     out: dict[str, Any] = dict(words)
     out["legs"] = {name: _leg(one) for name, one in words.get("legs", {}).items()}
+    main = out["legs"].get("main", {})
+    if (main.get("failure") or {}).get("where") == "exception":  # which comes again, unless the words say otherwise
+        out["legs"].setdefault("main again", main)
     for part in ("scale_search", "hidden"):
         if out.get(part) and out[part].get("origin"):
             out[part] = out[part] | {"origin": _origin(out[part]["origin"])}

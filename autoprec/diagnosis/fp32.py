@@ -10,13 +10,17 @@ from autoprec.verify import describe_failure, diverged
 if TYPE_CHECKING:
     from autoprec.policy import Limits
 
-__all__ = ["CLIP", "LOWER_LR", "at", "certain", "fp32_fails", "may_be_lr"]
+__all__ = ["AGAIN", "CLIP", "LOWER_LR", "at", "certain", "fp32_fails", "may_be_lr"]
 
 LOWER_LR: tuple[tuple[str, float], ...] = (("fp32 lr/10", 0.1), ("fp32 lr/100", 0.01))
 """Legs in fp32 at smaller learning rates, and the factors."""
 
 CLIP = "fp32 clip"
 """The leg in fp32 with clipped gradients."""
+
+
+AGAIN = "main again"
+"""The main leg once more: what raised once and not twice is no fault of a dtype."""
 
 
 def fp32_fails(evidence: Evidence, limits: Limits) -> bool:

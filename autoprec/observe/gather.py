@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autoprec.audit.events import LegFinished
-from autoprec.diagnosis.fp32 import CLIP, LOWER_LR
+from autoprec.diagnosis.fp32 import AGAIN, CLIP, LOWER_LR
 from autoprec.evidence import DataSample, Evidence, Leg, LegSpec, Precision
 from autoprec.observe.configuration import read_configuration
 from autoprec.observe.cost import fp32_share
@@ -95,6 +95,8 @@ class Gatherer:
     def _spec(self, name: str, evidence: Evidence) -> LegSpec:
         if name == CLIP:
             return LegSpec(precision="fp32", clip=clip_norm(evidence, self.policy.remedies.clip_gradients))
+        if name == AGAIN:
+            return LegSpec(precision=self.subject.setting.precision)
         if name in ("fp32", "bf16"):
             precision: Precision = "fp32" if name == "fp32" else "bf16"
             return LegSpec(precision=precision)

@@ -8,6 +8,7 @@ Not this     an exception that fp32 raises too (see `fails_in_fp32`), or half we
 from __future__ import annotations
 
 from autoprec.diagnosis.finding import Finding, Rule
+from autoprec.diagnosis.fp32 import AGAIN
 from autoprec.evidence import Evidence
 from autoprec.policy import Limits
 
@@ -26,6 +27,9 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     failure = main.failure if main else None
     if main is None or failure is None or failure.where != "exception" or main.spec.precision == "fp32":
         return None
+    again = evidence.legs.get(AGAIN)
+    if again is None or again.failure is None or again.failure.error != failure.error:
+        return None
     if twin is None or (twin.failure is not None and twin.failure.step <= failure.step):
         return None
     error = failure.error or ""
@@ -39,4 +43,11 @@ def check(evidence: Evidence, _limits: Limits) -> Finding | None:
     )
 
 
-RULE = Rule(mode="autocast_dtype_error", needs=("leg:main", "leg:fp32"), check=check, doc=__doc__ or "")
+def once_more(evidence: Evidence, _limits: Limits) -> tuple[str, ...]:
+    """An exception is only a fault of the precision if it comes again."""
+    main = evidence.main
+    raised = main is not None and main.failure is not None and main.failure.where == "exception"
+    return (f"leg:{AGAIN}",) if raised and evidence.configuration.requested != "fp32" else ()
+
+
+RULE = Rule(mode="autocast_dtype_error", needs=("leg:main", "leg:fp32"), check=check, doc=__doc__ or "", more=once_more)
