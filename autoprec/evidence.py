@@ -58,6 +58,9 @@ class LegSpec(Noun):
     """Steps whose update is left out on purpose, so that an fp32 twin takes the very steps that a 16-bit leg took."""
     perturb_seed: int | None = None
     """Weights start perturbed by a relative 2**-11 drawn with this seed: the noise that rounding alone makes."""
+    reseed: bool = False
+    """torch's generator starts from `perturb_seed` too: where 16 bits draw other dropout masks than fp32, that is noise
+    as well."""
 
 
 class Step(Noun):
@@ -185,6 +188,8 @@ class Leg(Noun):
     """The user's metrics on these batches."""
     poisoned_buffers: tuple[str, ...] = ()
     misuses: tuple[Misuse, ...] = ()
+    drawn: str | None = None
+    """Digest of torch's generator after the last training step: legs that drew the same numbers agree in it."""
     param_change: float | None = None
     """Relative L2 distance that the weights moved, ||w1 - w0|| / ||w0||."""
     seconds: float = 0.0
@@ -389,6 +394,10 @@ class Comparison(Noun):
     spread: float | None = None
     """Largest magnitude of the same excess over the perturbed fp32 legs; None if they were not needed."""
     spread_validation: float | None = None
+    least: float | None = None
+    """The same excess of the best of the perturbed 16-bit legs over the worst of the perturbed fp32 legs (each with the
+    unperturbed one): what is left when chance has favoured fp32. None if they were not needed."""
+    least_validation: float | None = None
     same_steps: bool = True
     """The twin took the very steps that the main leg took (it left out the skipped ones)."""
 

@@ -132,8 +132,9 @@ class ProbeSettings(Section):
     2: a second cause behind the first; beyond that the fit is restarted more often than it is trained."""
     necessity_probes: Annotated[Whole, Field(ge=0, le=32)] = 4
     """Probes spent on taking kept remedies back one by one, to see that each is needed. 4: few repairs are longer."""
-    noise_legs: Annotated[Whole, Field(ge=1, le=16)] = 2
-    """Perturbed fp32 legs that tell what difference is noise. 2: the spread of three runs, for the price of two."""
+    noise_legs: Annotated[Whole, Field(ge=1, le=16)] = 3
+    """Pairs of perturbed legs (fp32 and 16 bits) at most that tell what difference is noise. 3: the best of four
+    against the worst of four; a clear case ends after the first pair."""
 
 
 class Limits(Section):

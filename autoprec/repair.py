@@ -20,12 +20,13 @@ from autoprec.diagnosis.finding import Diagnosis, Finding
 from autoprec.diagnosis.fp32 import LOWER_LR
 from autoprec.errors import AutoprecError, RestoreError
 from autoprec.evidence import DataSample, Evidence, Leg, Place
+from autoprec.ledger import Skips
 from autoprec.observe.gather import Gatherer
 from autoprec.outcome import Attempt, Change, Price, Verdict
 from autoprec.planner import PlannedAttempt, next_attempt
 from autoprec.remedies import REMEDIES, Remedy, Subject
 from autoprec.snapshot import fingerprint
-from autoprec.verify import compare, diverged, judge, trains, worse
+from autoprec.verify import compare, describe_failure, diverged, judge, trains, worse
 
 if TYPE_CHECKING:
     from autoprec.audit.journal import Journal
@@ -167,6 +168,7 @@ class Repair:
         verdict = judge(evidence, self.policy.limits)
         if self.kept and verdict.healthy:
             self.prove_needed()
+            self._carry_scale()
         if not verdict.healthy and evidence.main is not None:
             return evidence, found, f"no rule explains it, but the probe is not healthy: {verdict.reason}"
         return evidence, found, None
@@ -266,6 +268,40 @@ class Repair:
             return verdict
         return Verdict(healthy=False, reason=f"the islands take {share:.0%} of the forward's FLOPs, above {most:.0%}")
 
+    def _carry_scale(self) -> None:
+        """A repaired run that would spend many of its steps on finding its scale again starts from the settled one."""
+        evidence, settings = self.last_look, self.policy.remedies.carry_scale
+        if evidence is None or evidence.main is None or not settings.allow:
+            return
+        skips = Skips.of(evidence.main.steps)
+        share = skips.share_of(evidence.configuration.planned_steps)
+        remedy = self.remedies["carry_scale"]
+        if share <= self.policy.limits.skip_rate or remedy.obstacle(self.subject, evidence, settings) is not None:
+            return
+        mode = self.kept[-1].mode
+        self.journal.write("attempt_started", AttemptStarted(mode=mode, remedy=remedy.name))
+        applied = self._apply(remedy, mode, evidence, settings)
+        after, found = self.look()
+        verdict = judge(after, self.policy.limits)
+        fewer = after.main is not None and Skips.of(after.main.steps).skipped < skips.skipped
+        kept = verdict.healthy and found.primary is None and fewer
+        self._note(
+            Attempt(
+                remedy=remedy.name,
+                mode=mode,
+                applicable=True,
+                reason=verdict.reason,
+                change=applied.change,
+                verdict=verdict,
+                kept=kept,
+            )
+        )
+        if not kept:
+            remedy.undo(self.subject, applied.change)
+            return
+        self.kept.append(applied)
+        self._needed(len(self.kept) - 1, f"without it {skips.skipped} of {skips.attempted} steps are skipped")
+
     # ---------------------------------------------------------------- was it needed?
 
     def prove_needed(self) -> None:
@@ -318,6 +354,9 @@ class Repair:
             return self._against_yardstick(verdict, after)
         if rest.mode in seen or rest.mode in _QUIET:
             return Verdict(healthy=False, reason=f"{primary.mode} became {rest.mode}: {rest.because}")
+        behind = self._against_yardstick(Verdict(healthy=True, reason=""), after)
+        if not behind.healthy:
+            return behind
         return Verdict(healthy=True, reason=f"{primary.mode} is gone; next is {rest.mode}: {rest.because}")
 
     def _against_yardstick(self, verdict: Verdict, after: Evidence) -> Verdict:
@@ -328,6 +367,8 @@ class Repair:
         twin = after.twin
         if not verdict.healthy or twin is None or self.yardstick is None or twin is self.yardstick:
             return verdict
+        if twin.failure is not None and self.yardstick.failure is None:
+            return Verdict(healthy=False, reason=f"with it fp32 fails: {describe_failure(twin)}")
         comparison = compare(twin, self.yardstick)
         reason = worse(comparison, self.policy.limits)
         if reason is None:

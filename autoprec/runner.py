@@ -14,13 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autoprec.audit.events import Failed, FitFinished, FitStarted, Note, Plan, RunStarted
 from autoprec.diagnosis.finding import Diagnosis, Finding
 from autoprec.doctor import environment
 from autoprec.errors import RestoreError
-from autoprec.evidence import Leg
+from autoprec.evidence import Failure, Leg
 from autoprec.observe.fit import FitLog, FitWatch
 from autoprec.observe.gather import Gatherer
+from autoprec.observe.origin import place_of_exception
 from autoprec.observe.tensors import nonfinite_names
 from autoprec.outcome import Outcome, Price, Verdict
 from autoprec.precision import Setting, attached, carried, stock_callback
@@ -41,6 +44,7 @@ class Runner:
     """One run: a repair, and the fit that it prepares."""
 
     repair: Repair
+    raised: Exception | None = None
 
     @property
     def subject(self) -> Subject:
@@ -76,7 +80,16 @@ class Runner:
         started = time.perf_counter()
         release_autocast()
         with attached(learn, s.setting) as left_out:
-            s.plan.run(learn, [FitWatch(log)])
+            try:
+                s.plan.run(learn, [FitWatch(log)])
+            except Exception as e:
+                if not self._worth_a_look(e, log):
+                    raise
+                self.raised = e
+                error = f"{type(e).__name__}: {' '.join(str(e).split())}"[:500]
+                place = place_of_exception(e)
+                log.failure = Failure(step=len(log.steps), where="exception", error=error, place=place, phase=log.phase)
+                release_autocast()
         if left_out:
             some = ", ".join(left_out[:20]) + (", …" if len(left_out) > 20 else "")
             self.journal.write("note", Note(text=f"{len(left_out)} batches were left out as not finite: {some}"))
@@ -97,6 +110,16 @@ class Runner:
             ),
         )
         return leg, verdict, seconds
+
+    def _worth_a_look(self, error: Exception, log: FitLog) -> bool:
+        """Whether the model or the loss raised it, later than the probe had come: then a longer probe may explain it.
+
+        What a callback raises is its own way of ending the fit, and goes on to the caller.
+        """
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or log.phase is None:
+            return False
+        probed = self.repair.probe_steps or self.policy.probe.steps
+        return not str(error).startswith("Exception occured in `") and len(log.steps) >= probed
 
     def install(self) -> None:
         """Leave the learner with fastai's own callback for the precision that it was trained in.
@@ -157,6 +180,8 @@ class Runner:
             differences = before.fingerprint.differences(fingerprint(learn))
             if differences:
                 raise RestoreError(f"the learner could not be put back: {', '.join(differences[:8])} differ")
+            if self.raised is not None and (self.repair.last is None or self.repair.last.primary is None):
+                raise self.raised
         price = self.repair.price(time.perf_counter() - started)
         return self._finish("unrepaired", why_not or "", price)
 

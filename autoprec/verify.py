@@ -9,7 +9,7 @@ Pure: evidence in, `Verdict` out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from autoprec.evidence import Comparison, Evidence, Leg
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoprec.outcome import Verdict
     from autoprec.policy import Limits
 
-__all__ = ["compare", "describe_failure", "diverged", "excess", "judge", "trains", "worse"]
+__all__ = ["close_call", "compare", "describe_failure", "diverged", "excess", "judge", "trains", "worse"]
 
 
 def excess(loss: float, twin: float, start: float) -> float:
@@ -32,23 +32,51 @@ def excess(loss: float, twin: float, start: float) -> float:
     return (loss - twin) / scale
 
 
-def compare(main: Leg, twin: Leg, perturbed: Sequence[Leg] = (), *, same_steps: bool = True) -> Comparison:
-    """Put the main leg beside its twin; `perturbed` legs tell how much fp32 itself scatters."""
+def compare(
+    main: Leg,
+    twin: Leg,
+    perturbed: Sequence[Leg] = (),
+    main_perturbed: Sequence[Leg] = (),
+    *,
+    same_steps: bool = True,
+) -> Comparison:
+    """Put the main leg beside its twin.
+
+    Args:
+        main: the leg in question.
+        twin: its fp32 twin.
+        perturbed: fp32 legs from slightly perturbed weights: how much fp32 itself scatters.
+        main_perturbed: the same in the main leg's precision.
+        same_steps: the twin took the very steps that the main leg took.
+    """
     start = twin.steps[0].loss if twin.steps else math.nan
     spread = _largest(excess(p.final_loss, twin.final_loss, start) for p in perturbed)
-    validation = spread_validation = None
+    least = _least([main, *main_perturbed], [twin, *perturbed], start, lambda leg: leg.final_loss)
+    validation = spread_validation = least_validation = None
     if main.validation_loss is not None and twin.validation_loss is not None:
         validation = excess(main.validation_loss, twin.validation_loss, start)
         spread_validation = _largest(
             excess(p.validation_loss, twin.validation_loss, start) for p in perturbed if p.validation_loss is not None
         )
+        least_validation = _least([main, *main_perturbed], [twin, *perturbed], start, lambda leg: leg.validation_loss)
     return Comparison(
         excess=excess(main.final_loss, twin.final_loss, start),
         excess_validation=validation,
         spread=spread,
         spread_validation=spread_validation,
+        least=least if main_perturbed else None,
+        least_validation=least_validation if main_perturbed else None,
         same_steps=same_steps,
     )
+
+
+def _least(
+    mains: Sequence[Leg], twins: Sequence[Leg], start: float, loss: Callable[[Leg], float | None]
+) -> float | None:
+    """Excess of the best of `mains` over the worst of `twins`; a leg that got nowhere (NaN) does not count."""
+    ours = [v for leg in mains if (v := loss(leg)) is not None and not math.isnan(v)]
+    theirs = [v for leg in twins if (v := loss(leg)) is not None and not math.isnan(v)]
+    return excess(min(ours), max(theirs), start) if ours and theirs else None
 
 
 def _largest(excesses: Iterable[float]) -> float | None:
@@ -57,17 +85,31 @@ def _largest(excesses: Iterable[float]) -> float | None:
 
 
 def worse(comparison: Comparison, limits: Limits) -> str | None:
-    """The reason why the main leg is worse than its twin beyond noise, or None if it is not."""
-    for what, value, spread in (
-        ("training", comparison.excess, comparison.spread),
-        ("validation", comparison.excess_validation, comparison.spread_validation),
+    """The reason why the main leg is worse than its twin beyond noise, or None if it is not.
+
+    Two tests of chance must both fail: the excess beyond a multiple of fp32's own spread, and the best perturbed 16-bit
+    leg above the worst perturbed fp32 leg by the floor.
+    """
+    for what, value, spread, least in (
+        ("training", comparison.excess, comparison.spread, comparison.least),
+        ("validation", comparison.excess_validation, comparison.spread_validation, comparison.least_validation),
     ):
         if value is None:
             continue
         allowed = max(limits.worse_floor, limits.worse_spread * (spread or 0.0))
+        if least is not None and least <= limits.worse_floor:
+            continue
         if not value <= allowed:
             return f"the {what} loss is {value:.1%} above the fp32 twin's (noise allows {allowed:.1%})"
     return None
+
+
+def close_call(comparison: Comparison, limits: Limits) -> bool:
+    """Whether an excess is above the noise seen so far, but by less than three times what is allowed."""
+    wider = limits.model_copy(
+        update={"worse_floor": min(1.0, 3 * limits.worse_floor), "worse_spread": 3 * limits.worse_spread}
+    )
+    return worse(comparison, limits) is not None and worse(comparison, wider) is None
 
 
 def diverged(leg: Leg, limits: Limits) -> bool:

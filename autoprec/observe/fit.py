@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from fastai.callback.core import Callback, CancelFitException
@@ -33,6 +33,7 @@ class FitLog:
     loss: float = math.nan
     scale: float | None = None
     skipped: bool = True
+    phase: Literal["forward", "loss", "backward"] | None = None
 
     def leg(self, learn: Learner, precision: Precision, planned: int) -> Leg:
         """The fit as a leg, so that the same judge can judge it; weights, buffers and validation included."""
@@ -81,9 +82,22 @@ class FitWatch(Callback):
     def __init__(self, fit_log: FitLog) -> None:
         self.fit_log = fit_log
 
+    def before_batch(self) -> None:
+        """Know what is being computed, for an exception."""
+        self.fit_log.phase = "forward"
+
+    def after_pred(self) -> None:
+        """Likewise."""
+        self.fit_log.phase = "loss"
+
+    def after_batch(self) -> None:
+        """What comes after a batch is no computing of the model's."""
+        self.fit_log.phase = None
+
     def after_loss(self) -> None:
         """Read the loss; end the fit where it is not finite, before the step."""
         log = self.fit_log
+        log.phase = "backward"
         if not self.training or not len(self.yb):
             return
         log.loss = float(self.learn.loss.detach().float().mean())

@@ -23,7 +23,7 @@ from autoprec.observe.leg import LegRun, quotas, run_leg
 from autoprec.precision import computing
 from autoprec.remedies.clip_gradients import clip_norm
 from autoprec.snapshot import preserved, release_autocast
-from autoprec.verify import compare, worse
+from autoprec.verify import close_call, compare, worse
 
 if TYPE_CHECKING:
     from autoprec.audit.journal import Journal
@@ -226,12 +226,24 @@ class Gatherer:
             twin = self._leg(LegSpec(precision="fp32", skip_steps=skipped), "fp32 same steps")
             legs["fp32 same steps"] = twin
             found = compare(main, twin)
-        if worse(found, limits):
-            perturbed = []
-            for seed in range(self.policy.probe.noise_legs):
-                name = f"fp32 perturbed {seed}"
-                legs[name] = self._leg(LegSpec(precision="fp32", skip_steps=skipped, perturb_seed=seed), name)
-                perturbed.append(legs[name])
-            found = compare(main, twin, perturbed, same_steps=found.same_steps)
+        scattered: list[tuple[Leg, Leg]] = []
+        while worse(found, limits) and len(scattered) < self.policy.probe.noise_legs:
+            pair = []
+            for precision, kind in ((main.spec.precision, "main perturbed"), ("fp32", "fp32 perturbed")):
+                spec = LegSpec(
+                    precision=precision,
+                    skip_steps=skipped if precision == "fp32" else (),
+                    perturb_seed=len(scattered),
+                    reseed=main.drawn != twin.drawn,
+                )
+                name = f"{kind} {len(scattered)}"
+                legs[name] = self._leg(spec, name)
+                pair.append(legs[name])
+            scattered.append((pair[0], pair[1]))
+            found = compare(
+                main, twin, [p[1] for p in scattered], [p[0] for p in scattered], same_steps=found.same_steps
+            )
+            if not close_call(found, limits):
+                break
         self.journal.write("comparison", found)
         return evidence.model_copy(update={"legs": legs, "comparison": found})

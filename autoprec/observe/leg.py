@@ -11,6 +11,7 @@ the buffers per step.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ class LegRun:
     untraced: str | None = None
     tracing: float = 0.0
     loss_fp32: bool = False
+    drawn: str | None = None
     inner_fit: int = -1
     done: int = 0
     norm: float | None = None
@@ -216,6 +218,7 @@ class _Ends(Callback):
             run.poisoned = poisoned
             run.fail(Failure(step=max(0, len(run.steps) - 1), where="buffer", names=poisoned))
         run.done += 1
+        run.drawn = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
         if run.done >= self._quota:
             raise CancelTrainException
         self._squeeze()
@@ -312,8 +315,7 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
         kwargs["init_scale"] = run.spec.init_scale
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    if run.spec.perturb_seed is not None:
-        _perturb(learn, run.spec.perturb_seed)
+    _perturb(learn, run.spec)
     weights = [p.detach().clone() for p in learn.model.parameters() if p.is_floating_point()]
     run.start = weights
     for cb in [c for c in learn.cbs if {k.__name__ for k in type(c).__mro__} & _LEFT_OUT]:
@@ -350,6 +352,7 @@ def run_leg(learn: Learner, plan: FitPlan, setting: Setting, run: LegRun) -> Leg
         metrics=run.metrics,
         poisoned_buffers=run.poisoned,
         misuses=tuple(run.misuses),
+        drawn=run.drawn,
         param_change=_change(weights, moved),
         seconds=time.perf_counter() - started - run.tracing,
         peak_memory=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
@@ -371,13 +374,17 @@ def quotas(stages: Sequence[int], steps: int) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _perturb(learn: Learner, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def _perturb(learn: Learner, spec: LegSpec) -> None:
+    if spec.perturb_seed is None:
+        return
+    generator = torch.Generator().manual_seed(spec.perturb_seed)
     with torch.no_grad():
         for p in learn.model.parameters():
             if p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
                 p.mul_(1 + 2**-11 * noise)
+    if spec.reseed:
+        torch.manual_seed(spec.perturb_seed)
 
 
 def _change(before: list[torch.Tensor], after: list[torch.Tensor]) -> float | None:

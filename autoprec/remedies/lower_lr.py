@@ -13,7 +13,7 @@ from autoprec.policy import LowerLr as Settings
 from autoprec.remedies.base import Remedy, Subject
 
 if TYPE_CHECKING:
-    from autoprec.evidence import Evidence
+    from autoprec.evidence import Evidence, Leg
 
 __all__ = ["LowerLr"]
 
@@ -30,10 +30,10 @@ class LowerLr(Remedy[Settings]):
         lowest = self._peak(evidence) * settings.factors[0]
         if lowest < settings.floor:
             return f"the lr would be {lowest:.3g}, below the policy's floor of {settings.floor:g}"
-        failed = [g for g in evidence.legs.values() if g.spec.precision == "fp32" and g.failure is not None]
-        too_high = [g.spec.lr_factor for g in failed if g.spec.lr_factor < 1]
-        if too_high and settings.factors[0] >= min(too_high):
-            return f"fp32 fails at {min(too_high):g} of the lr already"
+        # fp32 has been run at some smaller rates already: what did not train there need not be tried.
+        useless = [g.spec.lr_factor for g in evidence.legs.values() if g.spec.lr_factor < 1 and not _learned(g)]
+        if useless and settings.factors[0] >= min(useless):
+            return f"fp32 does not train at {min(useless):g} of the lr already"
         return None
 
     def apply(self, subject: Subject, evidence: Evidence, settings: Settings) -> Change:
@@ -56,3 +56,8 @@ class LowerLr(Remedy[Settings]):
     def _peak(evidence: Evidence) -> float:
         leg = evidence.twin or evidence.main
         return max((s.lr for s in leg.steps), default=1.0) if leg else 1.0
+
+
+def _learned(leg: Leg) -> bool:
+    """Whether a leg stayed finite and its loss fell at all."""
+    return leg.failure is None and bool(leg.steps) and leg.final_loss < leg.steps[0].loss
