@@ -167,8 +167,10 @@ class Repair:
                 evidence, found = after
         verdict = judge(evidence, self.policy.limits)
         if self.kept and verdict.healthy:
-            self.prove_needed()
-            self._carry_scale()
+            self.prove_needed(evidence)
+            # The last looks were at what happens without this remedy or that.
+            self.last, self.last_look = found, evidence
+            self._carry_scale(evidence)
         if not verdict.healthy and evidence.main is not None:
             return evidence, found, f"no rule explains it, but the probe is not healthy: {verdict.reason}"
         return evidence, found, None
@@ -214,9 +216,7 @@ class Repair:
         for need in remedy.needs:
             if not evidence.has(need) and need not in self.unavailable:
                 evidence = self._provide(need, evidence)
-        obstacle = remedy.obstacle(self.subject, evidence, settings)
-        if any(k.remedy.name == step.remedy and k.settings == settings for k in self.kept) and not remedy.grows:
-            obstacle = "it is in force already"
+        obstacle = self._obstacle(remedy, evidence, settings)
         if obstacle is not None:
             self._note(Attempt(remedy=step.remedy, mode=step.mode, applicable=False, reason=obstacle))
             return None
@@ -233,6 +233,8 @@ class Repair:
             after, found = self.look(new_twin=remedy.new_twin)
             verdict = self._verdict(primary, after, found, seen)
         verdict = self._affordable(verdict, after, settings)
+        if verdict.healthy and remedy.grows:
+            after, found, verdict = self._settled_sooner(primary, applied, seen, (after, found, verdict))
         attempt = Attempt(
             remedy=step.remedy,
             mode=step.mode,
@@ -257,6 +259,37 @@ class Repair:
         place = self.subject.place
         return Kept(remedy, remedy.apply(self.subject, evidence, settings), mode, evidence, settings, place)
 
+    def _obstacle(self, remedy: Remedy[Any], evidence: Evidence, settings: Any) -> str | None:
+        if any(k.remedy.name == remedy.name and k.settings == settings for k in self.kept) and not remedy.grows:
+            return "it is in force already"
+        return remedy.obstacle(self.subject, evidence, settings)
+
+    def _settled_sooner(
+        self, primary: Finding, applied: list[Kept], seen: set[str], now: tuple[Evidence, Diagnosis, Verdict]
+    ) -> tuple[Evidence, Diagnosis, Verdict]:
+        """Grow an accepted island while the run still skips many steps, as long as that makes it skip fewer.
+
+        Too small an island leaves large gradients to its neighbours in 16 bits: the scale then falls until they fit.
+        """
+        last, tried = applied[-1], 0
+        while self._many_skips(now[0]):
+            self.subject.place = primary.where
+            if last.remedy.obstacle(self.subject, now[0], last.settings) is not None:
+                break
+            applied.append(self._apply(last.remedy, last.mode, now[0], last.settings))
+            tried += 1
+            after, found = self.look(new_twin=last.remedy.new_twin)
+            verdict = self._affordable(self._verdict(primary, after, found, seen), after, last.settings)
+            if verdict.healthy and _skipped(after) < _skipped(now[0]):
+                now, tried = (after, found, verdict), 0
+        for _ in range(tried):  # larger, and no better
+            last.remedy.undo(self.subject, applied.pop().change)
+        return now
+
+    def _many_skips(self, evidence: Evidence) -> bool:
+        steps = evidence.main.steps if evidence.main else ()
+        return Skips.of(steps).share_of(evidence.configuration.planned_steps) > self.policy.limits.skip_rate
+
     def _affordable(self, verdict: Verdict, after: Evidence, settings: Any) -> Verdict:
         """Refuse islands that take more of the forward pass than the policy allows."""
         most = getattr(settings, "max_share", None)
@@ -268,18 +301,18 @@ class Repair:
             return verdict
         return Verdict(healthy=False, reason=f"the islands take {share:.0%} of the forward's FLOPs, above {most:.0%}")
 
-    def _carry_scale(self) -> None:
+    def _carry_scale(self, evidence: Evidence) -> None:
         """A repaired run that would spend many of its steps on finding its scale again starts from the settled one."""
-        evidence, settings = self.last_look, self.policy.remedies.carry_scale
-        if evidence is None or evidence.main is None or not settings.allow:
+        settings = self.policy.remedies.carry_scale
+        if evidence.main is None or not settings.allow:
             return
         skips = Skips.of(evidence.main.steps)
-        share = skips.share_of(evidence.configuration.planned_steps)
         remedy = self.remedies["carry_scale"]
-        if share <= self.policy.limits.skip_rate or remedy.obstacle(self.subject, evidence, settings) is not None:
+        if not self._many_skips(evidence) or remedy.obstacle(self.subject, evidence, settings) is not None:
             return
         mode = self.kept[-1].mode
         self.journal.write("attempt_started", AttemptStarted(mode=mode, remedy=remedy.name))
+        before = (self.last, self.last_look)
         applied = self._apply(remedy, mode, evidence, settings)
         after, found = self.look()
         verdict = judge(after, self.policy.limits)
@@ -298,13 +331,14 @@ class Repair:
         )
         if not kept:
             remedy.undo(self.subject, applied.change)
+            self.last, self.last_look = before
             return
         self.kept.append(applied)
         self._needed(len(self.kept) - 1, f"without it {skips.skipped} of {skips.attempted} steps are skipped")
 
     # ---------------------------------------------------------------- was it needed?
 
-    def prove_needed(self) -> None:
+    def prove_needed(self, accepted: Evidence) -> None:
         """Take each kept remedy back once, from the same snapshot, to see the fault return; what isn't needed goes.
 
         A single remedy was proven by the very first probe: same state, same batches, without it.
@@ -322,7 +356,8 @@ class Repair:
             evidence, found = self.look(new_twin=any(k.remedy.new_twin for k in self.kept))
             verdict = judge(evidence, self.policy.limits)
             name = everything[index].change
-            if found.primary is None and verdict.healthy:
+            settles_later = self._many_skips(evidence) and _skipped(evidence) > _skipped(accepted)
+            if found.primary is None and verdict.healthy and not settles_later:
                 text = f"{name.remedy} ({name.what}) is not needed: without it {verdict.reason}; it was taken back"
                 self.journal.write("note", Note(text=text))
                 continue
@@ -416,6 +451,10 @@ class Repair:
             peak_memory={n: g.peak_memory for n, g in legs.items() if g.peak_memory is not None},
             fp32_share=self.fp32_share if self.subject.setting.islands else None,
         )
+
+
+def _skipped(evidence: Evidence) -> int:
+    return Skips.of(evidence.main.steps).skipped if evidence.main else 0
 
 
 def _merged(changes: Sequence[Change]) -> Change:
