@@ -445,7 +445,14 @@ KINDS: dict[str, Kind] = {
     "feed_forward": Kind(feed_forward, "forward_overflow", "repaired", below=1.3, remedies=("keep_modules_fp32",)),
     "gram": Kind(gram, "loss_overflow", "repaired", lr=0.02, below=0.6, remedies=("loss_fp32",)),
     "tiny_epsilon": Kind(tiny_epsilon, "loss_underflow", "repaired", below=0.6, remedies=("loss_fp32",)),
-    "hand_norm": Kind(hand_norm, "gradient_overflow", "repaired", lr=0.003, below=1.0, remedies=("keep_modules_fp32",)),
+    "hand_norm": Kind(
+        hand_norm,
+        "gradient_overflow",
+        "repaired",
+        lr=0.003,
+        below=1.0,
+        remedies=("keep_modules_fp32", "carry_scale"),
+    ),
     "summed_loss": Kind(summed_loss, "skipped_steps", "repaired", lr=0.03, below=1.1e5, remedies=("carry_scale",)),
     "static_scale": Kind(
         static_scale,
