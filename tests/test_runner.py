@@ -552,6 +552,42 @@ def test_a_late_fault_that_nothing_cures_leaves_the_learner_as_it_was(audit):
     assert before.differences(fingerprint(learn)) == ()
 
 
+def test_a_label_out_of_range_behind_the_probe_is_named_rather_than_raised(audit):
+    x, y = learners.rows(60 * learners.BS + 32, 8, 3)
+    y[52 * learners.BS + 3] = 9
+    learn = learners.quiet(learners.loaders(x, y), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)))
+    before = fingerprint(learn.to_fp16())
+    outcome = autoprec.run(learn, 1, 1e-2, schedule="fit", emulate_cuda=True, audit=audit)
+    assert (outcome.result, outcome.diagnosis.primary.mode) == ("unrepaired", "invalid_targets")
+    assert "(seen: 0 to 9)" in outcome.diagnosis.primary.because
+    assert before.differences(fingerprint(learn)) == ()
+
+
+def test_an_exception_of_the_late_fit_that_does_not_come_again_costs_a_second_look_only(audit):
+    seen = [0]
+    net = nn.Linear(8, 3)
+
+    class Flaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            seen[0] += self.training
+            # two legs of 40 steps, then step 50 of the fit
+            if seen[0] == 131:
+                raise OSError("the disk was away for a moment")
+            return self.net(x)
+
+    x, y = learners.rows(60 * learners.BS + 32, 8, 3)
+    learn = learners.quiet(learners.loaders(x, y), Flaky()).to_fp16()
+    before = fingerprint(learn)
+    outcome = autoprec.run(learn, 1, 1e-2, schedule="fit", emulate_cuda=True, audit=audit)
+    assert seen[0] > 131
+    assert outcome.result == "healthy"  # looked at again, found well, and trained
+    assert before.differences(fingerprint(learn)) != ()
+
+
 def test_a_policy_may_forbid_a_second_look(audit):
     learners.seed_all()
     learn = learners.feed_forward(first=50, batches=64).to_fp16()

@@ -10,7 +10,7 @@ from made_evidence import leg
 
 from autoprec.evidence import Comparison, Configuration, Evidence, Failure, Leg, LegSpec
 from autoprec.policy import Limits
-from autoprec.verify import compare, describe_failure, diverged, excess, judge, trains, worse
+from autoprec.verify import close_call, compare, describe_failure, diverged, excess, judge, trains, worse
 
 LIMITS = Limits()
 NAN, INF = math.nan, math.inf
@@ -64,6 +64,27 @@ def test_compare() -> None:
     assert result.spread == pytest.approx(0.03)  # a smaller loss is as much noise as a larger one
     assert result.spread_validation == pytest.approx(0.02)
     assert result.same_steps is False
+
+
+def test_the_best_of_16_bits_against_the_worst_of_fp32() -> None:
+    def ends(loss: float) -> Any:
+        return leg(".*8", loss=[1.0] * 4 + [loss] * 4)
+
+    clear = compare(ends(0.9), ends(0.5), [ends(0.55)], [ends(0.8)])
+    assert clear.least == pytest.approx((0.8 - 0.55) / 0.55)
+    assert worse(clear, LIMITS)
+    by_chance = compare(ends(0.9), ends(0.5), [ends(0.55)], [ends(0.56)])
+    assert by_chance.least == pytest.approx((0.56 - 0.55) / 0.55)
+    assert worse(by_chance, LIMITS) is None  # 2 % above, inside the floor
+    assert worse(compare(ends(0.9), ends(0.5), [ends(0.55)]), LIMITS)  # which fp32's spread alone does not tell
+    assert compare(ends(0.9), ends(0.5), [ends(0.55)], [leg("")]).least == pytest.approx((0.9 - 0.55) / 0.55)
+
+
+def test_a_close_call_is_above_what_is_allowed_and_below_three_times_that() -> None:
+    def case(value: float) -> Comparison:
+        return Comparison(excess=value, spread=0.05)
+
+    assert [close_call(case(v), LIMITS) for v in (0.09, 0.11, 0.29, 0.31)] == [False, True, True, False]
 
 
 def test_compare_without_perturbed_legs_or_validation() -> None:

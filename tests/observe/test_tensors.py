@@ -57,6 +57,12 @@ def test_all_finite_sees_infinity_and_nan(bad: float, dtype: torch.dtype) -> Non
     assert not all_finite([good, {"a": torch.tensor([1.0, bad], dtype=dtype)}])
 
 
+def test_a_tensor_without_elements_has_no_size() -> None:
+    assert largest([torch.ones(0), ONE]) == 1.0
+    assert largest([torch.ones(0)]) == 0.0
+    assert total_norm([torch.ones(0), TWO]) == pytest.approx(math.sqrt(8))
+
+
 def test_nonfinite_names_are_in_order_and_few() -> None:
     named = [(str(i), torch.tensor([INF if i % 2 else 1.0])) for i in range(10)]
     named += [("none", None), ("whole", torch.arange(2))]
