@@ -123,6 +123,8 @@ class Gatherer:
             quotas=quotas(stages, min(self.probe_steps or probe.steps, sum(stages))),
             validation_batches=probe.validation_batches if len(s.learn.dls.loaders) > 1 else 0,
             data=data,
+            # Only these are asked where they failed; the others are compared.
+            origins=name in ("main", "fp32"),
             trace_scale=self.policy.limits.scale_floor,
             keep=keep,
         )

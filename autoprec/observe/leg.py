@@ -159,14 +159,14 @@ class _Ends(Callback):
 
     def before_batch(self) -> None:
         run = self.leg_run
+        # The batch is kept as it is for a replay, where a failure of this leg would be traced.
+        run.replay = Replay.capture(self.learn, loss_fp32=run.loss_fp32) if run.origins else None
         if not self.training:
-            run.replay = Replay.capture(self.learn, loss_fp32=run.loss_fp32)
             return
         if run.data is not None:
             run.data.inputs(self.xb)
         if len(run.batches) < run.keep:
             run.batches.append((tuple(self.xb), tuple(self.yb)))
-        run.replay = Replay.capture(self.learn, loss_fp32=run.loss_fp32)
         run.phase = "forward"
 
     def after_pred(self) -> None:
@@ -218,8 +218,8 @@ class _Ends(Callback):
             run.poisoned = poisoned
             run.fail(Failure(step=max(0, len(run.steps) - 1), where="buffer", names=poisoned))
         run.done += 1
-        run.drawn = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
         if run.done >= self._quota:
+            run.drawn = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
             raise CancelTrainException
         self._squeeze()
 
