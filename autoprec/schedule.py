@@ -30,6 +30,10 @@ SCHEDULES: Mapping[str, tuple[str, str]] = {
 }
 """Name -> (method of Learner, its keyword for the learning rate)."""
 
+_ARGUMENTS = ("audit", "emulate_cuda", "epochs", "extra_remedies", "extra_rules", "lr", "on_failure", "policy",
+              "schedule", "seed")  # fmt: skip
+"""What autoprec's own functions take, for a hint at a misspelt one."""
+
 _OURS = {"n_epoch", "epochs", "lr", "lr_max", "base_lr", "cbs", "self"}
 
 
@@ -74,7 +78,7 @@ class FitPlan:
         allowed -= {"kwargs"} | _OURS
         for name in kwargs:
             if name not in allowed:
-                close = difflib.get_close_matches(name, allowed, n=1)
+                close = difflib.get_close_matches(name, [*allowed, *_ARGUMENTS], n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise InputError(
                     f"{name!r} is no argument of autoprec or of Learner.{method}, which takes "
