@@ -230,6 +230,7 @@ BAD = {
     "schedule": (fine, {"schedule": "one_cylce"}, ["'one_cylce'", "did you mean 'one_cycle'"]),
     "keyword": (fine, {"epoch": 3}, ["'epoch'", "fit_one_cycle"]),
     "keyword close": (fine, {"pct_strat": 0.3}, ["did you mean 'pct_start'"]),
+    "keyword of ours": (fine, {"shedule": "fit"}, ["did you mean 'schedule'"]),
     "emulate_cuda": (fine, {"emulate_cuda": "yes"}, ["emulate_cuda is 'yes'", "True and False"]),
     "seed -1": (fine, {"seed": -1}, ["seed is -1", "2**32"]),
     "seed 1.5": (fine, {"seed": 1.5}, ["seed is 1.5"]),
