@@ -64,6 +64,11 @@ def repaired(learn: Learner, tmp_path: Any) -> Learner:
     return learn
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)  # lr_find saves a model below the working directory
+
+
 @pytest.fixture
 def learn(tmp_path: Any) -> Learner:
     return repaired(images(), tmp_path)
