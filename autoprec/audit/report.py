@@ -168,34 +168,14 @@ def _leg_finished(report: Report, body: LegFinished) -> None:
         report.legs.append(body)
 
 
-def _scale_search(report: Report, body: ScaleSearch) -> None:
-    if report.trying is None:
-        report.scale_search = body
+def _of_the_run(part: str) -> Callable[[Report, Any], None]:
+    """A fold that keeps what was measured of the run as it came, not what was measured while a remedy was tried."""
 
+    def step(report: Report, body: Any) -> None:
+        if report.trying is None:
+            setattr(report, part, body)
 
-def _fidelity(report: Report, body: Fidelity) -> None:
-    if report.trying is None:
-        report.fidelity = body
-
-
-def _headroom(report: Report, body: Headroom) -> None:
-    if report.trying is None:
-        report.headroom = body
-
-
-def _hidden(report: Report, body: Hidden) -> None:
-    if report.trying is None:
-        report.hidden = body
-
-
-def _drift(report: Report, body: Drift) -> None:
-    if report.trying is None:
-        report.drift = body
-
-
-def _comparison(report: Report, body: Comparison) -> None:
-    if report.trying is None:
-        report.comparison = body
+    return step
 
 
 def _diagnosed(report: Report, body: Diagnosis) -> None:
@@ -242,12 +222,12 @@ _STEPS: MappingProxyType[str, Callable[[Report, Any], None]] = MappingProxyType(
         "configuration": _configuration,
         "data": _data,
         "leg_finished": _leg_finished,
-        "scale_search": _scale_search,
-        "fidelity": _fidelity,
-        "headroom": _headroom,
-        "hidden": _hidden,
-        "drift": _drift,
-        "comparison": _comparison,
+        "scale_search": _of_the_run("scale_search"),
+        "fidelity": _of_the_run("fidelity"),
+        "headroom": _of_the_run("headroom"),
+        "hidden": _of_the_run("hidden"),
+        "drift": _of_the_run("drift"),
+        "comparison": _of_the_run("comparison"),
         "diagnosed": _diagnosed,
         "attempt_started": _attempt_started,
         "attempt_finished": _attempt_finished,
