@@ -219,7 +219,7 @@ class _Ends(Callback):
             run.fail(Failure(step=max(0, len(run.steps) - 1), where="buffer", names=poisoned))
         run.done += 1
         if run.done >= self._quota:
-            run.drawn = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
+            run.drawn = _generators()
             raise CancelTrainException
         self._squeeze()
 
@@ -372,6 +372,14 @@ def quotas(stages: Sequence[int], steps: int) -> tuple[int, ...]:
         left -= shares[i]
     out = [shares[i] for i in range(len(stages))]
     return tuple(out)
+
+
+def _generators() -> str:
+    """A digest of torch's generators, the accelerator's (which draws its dropout masks) included."""
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
+    if torch.cuda.is_initialized():
+        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _perturb(learn: Learner, spec: LegSpec) -> None:
