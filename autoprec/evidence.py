@@ -398,6 +398,8 @@ class Comparison(Noun):
     """The same excess of the best of the perturbed 16-bit legs over the worst of the perturbed fp32 legs (each with the
     unperturbed one): what is left when chance has favoured fp32. None if they were not needed."""
     least_validation: float | None = None
+    stuck: bool = False
+    """No weight of the main leg moved, and the twin's did."""
     same_steps: bool = True
     """The twin took the very steps that the main leg took (it left out the skipped ones)."""
 

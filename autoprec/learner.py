@@ -71,10 +71,14 @@ class AutoPrecisionLearner:
         """Say what is wrong with the planned fit; changes nothing. Arguments as `fit_safely`."""
         return self._look(epochs, lr, **kwargs)[1]
 
+    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The wrapper's own policy and emulation, unless a call says otherwise."""
+        return {"policy": self.policy, "emulate_cuda": self.emulate_cuda, **given}
+
     def _look(self, epochs: int, lr: float | slice | None, **kwargs: Any) -> tuple[Evidence, Diagnosis]:
         from autoprec.api import examine
 
-        return examine(self.learn, epochs, lr, policy=self.policy, emulate_cuda=self.emulate_cuda, **kwargs)
+        return examine(self.learn, epochs, lr, **self._settings(kwargs))
 
     def remediate(self, epochs: int = 1, lr: float | slice | None = None, **kwargs: Any) -> Outcome:
         """Probe and repair without fitting: the learner keeps the accepted changes. Arguments as `fit_safely`.
@@ -83,7 +87,7 @@ class AutoPrecisionLearner:
         """
         from autoprec.api import remediate
 
-        outcome = remediate(self.learn, epochs, lr, policy=self.policy, emulate_cuda=self.emulate_cuda, **kwargs)
+        outcome = remediate(self.learn, epochs, lr, **self._settings(kwargs))
         self.__dict__["outcome"] = outcome
         return outcome
 
@@ -93,7 +97,7 @@ class AutoPrecisionLearner:
         from autoprec.errors import UnrepairedError
 
         try:
-            fit_safely(self.learn, epochs, lr, policy=self.policy, emulate_cuda=self.emulate_cuda, **kwargs)
+            fit_safely(self.learn, epochs, lr, **self._settings(kwargs))
         except UnrepairedError as e:
             self.__dict__["outcome"] = e.outcome
             raise

@@ -77,6 +77,8 @@ class FitPlan:
             allowed |= set(inspect.signature(learn.fit_one_cycle).parameters) - {"lr_max", "pct_start"}
         allowed -= {"kwargs"} | _OURS
         for name in kwargs:
+            if name in ("lr_max", "base_lr"):
+                raise InputError(f"{name!r} is fastai's name for the learning rate of one schedule; give it as lr=")
             if name not in allowed:
                 close = difflib.get_close_matches(name, [*allowed, *_ARGUMENTS], n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""

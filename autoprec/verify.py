@@ -64,6 +64,7 @@ def compare(
         excess_validation=validation,
         spread=spread,
         spread_validation=spread_validation,
+        stuck=main.param_change == 0.0 and (twin.param_change or 0.0) > 0.0,
         least=least if main_perturbed else None,
         least_validation=least_validation if main_perturbed else None,
         same_steps=same_steps,
@@ -88,8 +89,10 @@ def worse(comparison: Comparison, limits: Limits) -> str | None:
     """The reason why the main leg is worse than its twin beyond noise, or None if it is not.
 
     Two tests of chance must both fail: the excess beyond a multiple of fp32's own spread, and the best perturbed 16-bit
-    leg above the worst perturbed fp32 leg by the floor.
+    leg above the worst perturbed fp32 leg by the floor. Weights that stand still where fp32's move need no such test.
     """
+    if comparison.stuck:
+        return "no weight moves, and the fp32 twin's do"
     for what, value, spread, least in (
         ("training", comparison.excess, comparison.spread, comparison.least),
         ("validation", comparison.excess_validation, comparison.spread_validation, comparison.least_validation),

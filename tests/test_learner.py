@@ -255,3 +255,10 @@ def test_unpickling_without_a_learner_does_not_recurse():
         _ = empty.learn
     with pytest.raises(AttributeError):
         _ = empty.anything
+
+
+def test_a_call_may_say_otherwise_than_the_wrapper(tmp_path):
+    safe = autoprec.AutoPrecisionLearner(learners.attention().to_fp16())
+    found = safe.diagnose(1, 3e-3, schedule="fit", emulate_cuda=True, policy="diagnose-only")
+    assert found.primary.mode == "forward_overflow"
+    assert safe.diagnose(1, 3e-3, schedule="fit").primary.mode == "precision_unavailable"

@@ -47,6 +47,7 @@ def checked(learn, epochs=1, lr=None, schedule="fit", **kwargs):
         ({"lr": slice(1e-3, 0)}, ["slice(0.001, 0, None)"]),
         ({"lr": slice(-1e-3, 1e-2)}, ["slice(-0.001"]),
         ({"lr": slice(1e-3, 1e-2), "schedule": "fine_tune"}, ["fine_tune takes one number", "base_lr"]),
+        ({"lr_max": 0.1}, ["'lr_max' is fastai's name", "lr="]),
         ({"wdd": 0.1}, ["'wdd'", "did you mean 'wd'", "Learner.fit"]),
         ({"pct_start": 0.1}, ["'pct_start'", "Learner.fit"]),
         ({"n_epoch": 3}, ["'n_epoch'"]),

@@ -80,6 +80,14 @@ def test_the_best_of_16_bits_against_the_worst_of_fp32() -> None:
     assert compare(ends(0.9), ends(0.5), [ends(0.55)], [leg("")]).least == pytest.approx((0.9 - 0.55) / 0.55)
 
 
+def test_weights_that_stand_still_are_worse_whatever_the_loss() -> None:
+    still, moves = leg().model_copy(update={"param_change": 0.0}), leg().model_copy(update={"param_change": 1e-4})
+    assert worse(compare(still, moves), LIMITS) == "no weight moves, and the fp32 twin's do"
+    assert worse(compare(still, still), LIMITS) is None  # nor do fp32's: another fault, or a frozen model
+    assert worse(compare(moves, moves), LIMITS) is None
+    assert worse(compare(leg(), moves), LIMITS) is None  # not measured
+
+
 def test_a_close_call_is_above_what_is_allowed_and_below_three_times_that() -> None:
     def case(value: float) -> Comparison:
         return Comparison(excess=value, spread=0.05)

@@ -17,7 +17,7 @@ _ADVICE = (
     ("softmax", "every position of a row is masked (or infinite): leave such rows out, or mask with a finite number"),
     ("log", "log of zero: use logsumexp in place of log(sum(exp)), or an epsilon inside the log"),
     ("sqrt", "root of zero (its gradient is infinite): put an epsilon inside the root"),
-    ("norm", "the gradient of a norm at zero is not defined: put an epsilon inside"),
+    ("vector_norm", "the gradient of a norm at zero is not defined: put an epsilon inside"),
     ("std", "deviation of a single value: use drop_last=True, or skip it for one sample"),
     ("var", "variance of a single value: use drop_last=True, or skip it for one sample"),
     ("div", "division by zero: put an epsilon in the denominator"),
