@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoprec.precision import Setting
     from autoprec.schedule import FitPlan
 
-__all__ = ["Remedy", "S", "Subject"]
+__all__ = ["Remedy", "S", "Subject", "put_callbacks_back"]
 
 S = TypeVar("S", bound=RemedySettings)
 
@@ -57,6 +57,17 @@ class Subject:
         if not values:
             del self.held[remedy]
         return value
+
+
+def put_callbacks_back(learn: Learner, callbacks: list[Any], attributes: dict[str, Any]) -> None:
+    """Make `callbacks` the learner's list again, with the attributes (`learn.<callback name>`) that went with them."""
+    for cb in [c for c in learn.cbs if c not in callbacks]:
+        learn.remove_cb(cb)
+    learn.cbs[:] = callbacks
+    for cb in callbacks:
+        cb.learn = learn
+    for name, value in attributes.items():
+        setattr(learn, name, value)
 
 
 class Remedy(ABC, Generic[S]):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from autoprec.outcome import Change
 from autoprec.policy import OnePrecisionCallback as Settings
 from autoprec.precision import carried
-from autoprec.remedies.base import Remedy, Subject
+from autoprec.remedies.base import Remedy, Subject, put_callbacks_back
 
 if TYPE_CHECKING:
     from autoprec.evidence import Evidence
@@ -38,10 +38,4 @@ class OnePrecisionCallback(Remedy[Settings]):
         return Change(remedy=self.name, what="precision callbacks", before=names, after=names[-1:])
 
     def undo(self, subject: Subject, change: Change) -> None:
-        learn = subject.learn
-        callbacks, attributes = subject.release(self.name)
-        learn.cbs[:] = callbacks
-        for cb in callbacks:
-            cb.learn = learn
-        for name, value in attributes.items():
-            setattr(learn, name, value)
+        put_callbacks_back(subject.learn, *subject.release(self.name))

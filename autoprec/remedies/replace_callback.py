@@ -12,7 +12,7 @@ from fastai.callback.training import GradientClip
 
 from autoprec.outcome import Change
 from autoprec.policy import ReplaceCallback as Settings
-from autoprec.remedies.base import Remedy, Subject
+from autoprec.remedies.base import Remedy, Subject, put_callbacks_back
 
 if TYPE_CHECKING:
     from autoprec.evidence import Evidence, Misuse
@@ -47,15 +47,7 @@ class ReplaceCallback(Remedy[Settings]):
         )
 
     def undo(self, subject: Subject, change: Change) -> None:
-        learn = subject.learn
-        callbacks, attributes = subject.release(self.name)
-        for cb in [c for c in learn.cbs if c not in callbacks]:
-            learn.remove_cb(cb)
-        learn.cbs[:] = callbacks
-        for cb in callbacks:
-            cb.learn = learn
-        for name, value in attributes.items():
-            setattr(learn, name, value)
+        put_callbacks_back(subject.learn, *subject.release(self.name))
 
 
 def _misuses(evidence: Evidence) -> tuple[Misuse, ...]:
